@@ -56,7 +56,7 @@ class Shape(NamedTuple):
     is_tree_of: str = ""  # the family of SGLang's that was measured
 
 
-class Models(NamedTuple):
+class PlannedPair(NamedTuple):
     """A target, its drafts and what they run on."""
 
     target: ModelShape = TARGET
@@ -65,22 +65,22 @@ class Models(NamedTuple):
     device: Device = H200
 
 
-SMALL = Models()
-LARGE = Models(
+SMALL = PlannedPair()
+LARGE = PlannedPair(
     *grid.PAIR_70B[1:3],
     replace(HEAD, hidden_size=8192, intermediate_size=28672, num_heads=64),
     IN_FP8.times(2),
 )
 
 
-def plain(models: Models = SMALL) -> Shape:
+def plain(models: PlannedPair = SMALL) -> Shape:
     def bound(batch: int) -> float:
         return 1000 * ar_step(models.target, batch, CONTEXT).seconds(models.device)
 
     return Shape(grid.PLAIN, 1, bound)
 
 
-def ours(family: str, n: int, k: int, models: Models = SMALL) -> Shape:
+def ours(family: str, n: int, k: int, models: PlannedPair = SMALL) -> Shape:
     draft = models.head if family == grid.EXACT_HEAD else models.model
 
     def bound(batch: int) -> float:

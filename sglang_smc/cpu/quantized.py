@@ -36,7 +36,7 @@ SCALES = (".weight_scale", ".weight_scale_inv")
 UNUSED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "kv_scale")
 
 
-class Block(NamedTuple):
+class ScaleBlock(NamedTuple):
     """Rows and columns of a weight that share a scale."""
 
     rows: int
@@ -86,11 +86,11 @@ def _groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
 
 
-def block_of(config: Mapping[str, Any]) -> Block | None:
+def block_of(config: Mapping[str, Any]) -> ScaleBlock | None:
     """Return the block of weights that are scaled by blocks, which is one; None without any."""
     sizes = [config.get("weight_block_size")]
     sizes += [group.get("block_structure") for group in _groups(config)]
-    return next((Block(*size) for size in sizes if size), None)
+    return next((ScaleBlock(*size) for size in sizes if size), None)
 
 
 def announce(path: str, method: str, dtype: torch.dtype) -> None:
@@ -104,7 +104,7 @@ def announce(path: str, method: str, dtype: torch.dtype) -> None:
     )
 
 
-def dequantized(weights: Weights, block: Block | None) -> Iterator[tuple[str, torch.Tensor]]:
+def dequantized(weights: Weights, block: ScaleBlock | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a checkpoint's weights, those in 8 bits in float32, each once its scales are read.
 
     A weight and its scales may be in different files. Raises ValueError, naming them, for weights
@@ -133,7 +133,7 @@ def dequantized(weights: Weights, block: Block | None) -> Iterator[tuple[str, to
 
 
 def dequantize(
-    name: str, weight: torch.Tensor, scale: torch.Tensor, block: Block | None = None
+    name: str, weight: torch.Tensor, scale: torch.Tensor, block: ScaleBlock | None = None
 ) -> torch.Tensor:
     """Return a weight of a checkpoint times its scales, in float32.
 
@@ -151,7 +151,7 @@ def dequantize(
     if scale.dim() == 1:
         scale = scale.unsqueeze(1)
     rows, columns = weight.shape
-    each = Block(1, columns) if scale.shape == (rows, 1) else block
+    each = ScaleBlock(1, columns) if scale.shape == (rows, 1) else block
     if each is None or scale.shape != (ceil(rows / each.rows), ceil(columns / each.columns)):
         raise ValueError(
             f"{name} of {[rows, columns]} has scales of {list(scale.shape)}; allowed: one, one for "

@@ -10,7 +10,7 @@ from quantized_models import KINDS, SIDE, quantized, stood_for
 from safetensors.torch import load_file
 from tiny_models import make_tiny_model
 
-from sglang_smc.cpu.quantized import Block, block_of, check, dequantized
+from sglang_smc.cpu.quantized import ScaleBlock, block_of, check, dequantized
 
 WIDE = {"hidden": 160, "layers": 1}  # no multiple of a block
 Tensors = dict[str, torch.Tensor]
@@ -69,7 +69,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(
     """Red where a weight keeps its 8-bit numbers, or is dropped."""
     given = weights_in(quantized(model, tmp_path / "small", "fp8 blocks"))
     with pytest.raises(ValueError, match=message):
-        list(dequantized(change(given).items(), Block(SIDE, SIDE)))
+        list(dequantized(change(given).items(), ScaleBlock(SIDE, SIDE)))
 
 
 def compressed(**weights: Any) -> dict[str, Any]:
