@@ -33,7 +33,10 @@ EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 #: Ends of the names of a weight's scales, all factors (the second was named for an inverse).
 SCALES = (".weight_scale", ".weight_scale_inv")
 #: Tensors that products of 8-bit activations, or KV in 8 bits, take: there are none here.
-UNUSED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "kv_scale")
+UNUSED = (
+    *("input_scale", "input_zero_point", "output_scale"),
+    *("q_scale", "k_scale", "v_scale", "kv_scale"),
+)
 
 
 class ScaleBlock(NamedTuple):
@@ -67,9 +70,11 @@ def check(method: str, config: Mapping[str, Any] | None) -> None:
             raise _refusal(f"compressed-tensors' weights are {group}", "8 bits, symmetric")
         if group.get("strategy") not in STRATEGIES:
             raise _refusal(f"their strategy is {group.get('strategy')!r}", ", ".join(STRATEGIES))
-    for other in ("sparsity_config", "transform_config"):
-        if config.get(other):
-            raise _refusal(f"the checkpoint has a {other}", "none")
+    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise _refusal(f"the checkpoint is sparse, {sparsity!r}", "dense")
+    if config.get("transform_config"):
+        raise _refusal("the checkpoint has a transform_config", "none")
 
 
 def _refusal(found: str, allowed: str) -> ValueError:

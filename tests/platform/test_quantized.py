@@ -72,6 +72,9 @@ def test_a_checkpoint_that_is_not_whole_is_refused(
         list(dequantized(change(given).items(), ScaleBlock(SIDE, SIDE)))
 
 
+SPARSE = {"sparsity_config": {"format": "sparse-24-bitmask"}}
+
+
 def compressed(**weights: Any) -> dict[str, Any]:
     each = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"} | weights
     groups = {"group_0": {"targets": ["Linear"], "weights": each}}
@@ -91,6 +94,7 @@ def compressed(**weights: Any) -> dict[str, Any]:
         ("compressed-tensors", compressed() | {"format": "pack-quantized"}, "'pack-quantized'"),
         ("w8a8_int8", compressed() | {"format": "pack-quantized"}, "'pack-quantized'"),
         ("compressed-tensors", compressed() | {"transform_config": {"R1": {}}}, "transform_config"),
+        ("compressed-tensors", compressed() | SPARSE, "sparse, 'sparse-24-bitmask'"),
     ],
 )
 def test_what_is_not_dequantized_is_refused_by_name(

@@ -26,6 +26,8 @@ def _compressed(of: str, stored: str, strategy: str) -> dict[str, Any]:
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
         "quantization_status": "compressed",
+        "sparsity_config": {"format": "dense"},
+        "transform_config": {},
     }
 
 
