@@ -67,7 +67,8 @@ class PlannedPair(NamedTuple):
 
 SMALL = PlannedPair()
 LARGE = PlannedPair(
-    *grid.PAIR_70B[1:3],
+    grid.PAIR_70B.target,
+    grid.PAIR_70B.draft,
     replace(HEAD, hidden_size=8192, intermediate_size=28672, num_heads=64),
     IN_FP8.times(2),
 )
@@ -233,9 +234,10 @@ def table(results: Results) -> str:
     tokens = {name: of[TEMPERATURE] for name, of in tokens_by_name().items() if name in SHAPES}
     rows = []
     for name, shape in SHAPES.items():
-        found = [milliseconds(results, shape, batch) for batch in BATCHES]
-        cells = [cell(*one, tokens[name] * b) for one, b in zip(found, BATCHES, strict=True)]
-        rows.append([name, f"{tokens[name]:.2f}", *cells])
+        found = {batch: milliseconds(results, shape, batch) for batch in BATCHES}
+        each = tokens[name]
+        cells = [cell(ms, is_measured, each * b) for b, (ms, is_measured) in found.items()]
+        rows.append([name, f"{each:.2f}", *cells])
     for label, (estimate, *names) in ESTIMATES.items():
         for name in names:
             each = tokens[name]
