@@ -139,8 +139,9 @@ def _masses_of_tile(at, p_row, q_row, part, tile: tl.constexpr):
         high = tl.where(column < _IN_ROW, p_high, q_high)
         low = tl.where(column < _IN_ROW, _leading(p - p_high), _leading(q - q_high))
         ones = tl.where(tl.reshape(bins >> _BITS, [_SETS, 1, each]) == row, 1.0, 0.0)
-        masses = tl.dot(ones, tl.where(is_in, high, 0.0), masses, input_precision="tf32")
-        masses = tl.dot(ones, tl.where(is_in, low, 0.0), masses, input_precision="tf32")
+        of_turn = tl.dot(ones, tl.where(is_in, low, 0.0), input_precision="tf32")
+        of_turn = tl.dot(ones, tl.where(is_in, high, 0.0), of_turn, input_precision="tf32")
+        masses += of_turn  # which rounds; tensor cores truncate sums
     return tl.sum(masses, 0)
 
 

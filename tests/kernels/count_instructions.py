@@ -42,7 +42,7 @@ class Counter(Compiler):
         each = ""
         if name in DEAREST:
             found = instructions_of_unit(name, cubin, kernel.metadata.num_warps)
-            each = f"{found:,.1f} a {DEAREST[name].unit}"
+            each = f"{found:,.4g} a {DEAREST[name].unit}"
         length = len(instructions(cubin))
         takes = f"{resources(cubin)['registers']} | {kernel.metadata.shared:,}"
         print(f"| `{name}` | {length:,} | {each} | {takes} |", flush=True)

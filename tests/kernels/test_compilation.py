@@ -53,10 +53,10 @@ VERIFICATION = ("tree.", "shares.", "verify.")
 #: Warp instructions of the four dearest kernels for a unit of their work (`machine_code.DEAREST`):
 #: of the cheapest variant, and of the one with all filters.
 MOST_INSTRUCTIONS = {
-    "shares._read_nodes": (9.0, 12.0),
-    "shares._add_up_residual": (4.0, 6.0),
-    "sample._sum_tile": (1.2, 2.0),
-    "shares._share_out": (50_000.0, 50_000.0),
+    "shares._read_nodes": (8.0, 9.5),
+    "shares._add_up_residual": (3.6, 5.0),
+    "sample._sum_tile": (1.1, 1.8),
+    "shares._share_out": (5_600.0, 5_600.0),
 }
 BY_DEFAULT = "90"
 AT_ALL_SIZES = ("--all", "80", "-86", "-89", "90", "-100", "-120")

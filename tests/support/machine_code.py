@@ -21,7 +21,7 @@ class Program(NamedTuple):
     """The work of one program of a kernel: it is what its instructions are counted by."""
 
     unit: str
-    units: int
+    units: int | None  # of all its warps together; None: each warp does all of one
     turns: tuple[int, ...]  # of each loop, in the order in which they begin
 
 
@@ -30,7 +30,7 @@ DEAREST = {
     "shares._read_nodes": Program("token and node", 4096, (16,)),
     "shares._add_up_residual": Program("token and node", 4096, ()),
     "sample._sum_tile": Program("token and row", 4096, ()),
-    "shares._share_out": Program("column", 1, (1, 8, 16, 16, 16)),
+    "shares._share_out": Program("column, by each warp", None, (1, 8, 16, 16, 16)),
 }
 
 
@@ -75,7 +75,8 @@ def executed(code: list[Instruction], turns: tuple[int, ...]) -> int:
 def instructions_of_unit(name: str, cubin: bytes, warps: int) -> float:
     """Warp instructions of a kernel of `DEAREST` for one unit of its work."""
     program = DEAREST[name]
-    return executed(instructions(cubin), program.turns) * warps / program.units
+    found = executed(instructions(cubin), program.turns)
+    return found if program.units is None else found * warps / program.units
 
 
 def _dumped(cubin: bytes, option: str) -> str:
