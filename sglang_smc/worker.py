@@ -192,7 +192,7 @@ class SMCWorker(WeightUpdates):
         launched = self._captures.launched
         recorded = None if recordings is None else recordings.find(shape)
         played = shape if recorded is None else recorded.shape
-        if played.skips_draft and self._round.draft.defers_reading:
+        if played.skips_draft and self._round.draft.late_tokens:
             self._prefill.skip_draft(batch.reqs, inputs.committed)
         else:
             self._prefill.catch_up(batch.reqs, inputs.committed)

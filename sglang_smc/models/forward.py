@@ -1,7 +1,7 @@
 """Run models over particles, on SGLang's model runners."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +17,9 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_smc import upstream
-from sglang_smc.models.attention import Implementation, ParticleAttention
+from sglang_smc.models.attention import Implementation, KeysWritten, ParticleAttention
 from sglang_smc.models.chains import Chains, MergedRows, merge_rows
+from sglang_smc.upstream import kv_layers
 
 
 class ParticleForward:
@@ -52,6 +53,7 @@ class ParticleForward:
         self.attn_backend = ParticleAttention(
             runner, tails, attention, first_key=self._first_key, blocks=self._blocks
         )
+        self.max_columns = max_columns
         self._counts = torch.arange(max_columns + 1, device=tails.device)
         self.merges = attention == "torch"  # rows of one slot are run once
 
@@ -64,6 +66,17 @@ class ParticleForward:
         """Run chains, and return the logits ``[G, N, C, V]`` after each token."""
         output = self._run(ForwardMode.TARGET_VERIFY, chains)
         return output.next_token_logits.unflatten(0, chains.tokens.shape)
+
+    def write_keys(self, chains: Chains) -> None:
+        """Run chains up to the last layer's keys, without attention there, or logits."""
+        merged = merge_rows(chains.slots, last=False) if self.merges else None
+        batch = self._batch(ForwardMode.EXTEND, chains, merged)
+        self.attn_backend.ends_at = kv_layers(self.attn_backend.token_to_kv_pool)[-1]
+        try:
+            with suppress(KeysWritten), self._attending(chains, merged):
+                self._runner.model.forward(batch.input_ids, batch.positions, batch)
+        finally:  # memory that runs out is tried again, by whole passes too
+            self.attn_backend.ends_at = None
 
     def of_tokens(self, buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Copy what `chain_logits` has left in a buffer, by token.

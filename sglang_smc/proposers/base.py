@@ -19,6 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_smc import upstream
+from sglang_smc.kv.arena import LATE_TOKENS
 from sglang_smc.models import vocabulary
 from sglang_smc.models.attention import Implementation, ParticleAttention
 from sglang_smc.models.chains import Chains
@@ -105,9 +106,6 @@ class DraftProposer(ABC):
     """Whether it takes the target's hidden states: in `read_prompts`, and after each pass of the
     target in `read_chains`, as `hidden_states.StatesReader` has it."""
 
-    defers_reading = False
-    """Whether it reads the tokens of rounds of single chains without drafts in `catch_up`."""
-
     least_temperature = 0.0
     """Least temperature at which N chains of one multi-draft are drawn, over 1 - 1 / N.
 
@@ -157,6 +155,14 @@ class DraftProposer(ABC):
         """Return the bytes that the proposer keeps from round to round beside KV."""
         return 0
 
+    @property
+    def late_tokens(self) -> int:
+        """Return how many tokens of a request `catch_up` reads at once, later than in their round.
+
+        They are of rounds of single chains without drafts. 0: each round's are read in it.
+        """
+        return 0
+
     @abstractmethod
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Return the logits ``[G, N, V]`` of the first draft token.
@@ -175,7 +181,7 @@ class DraftProposer(ABC):
         return None
 
     def catch_up(self, chains: Chains) -> None:
-        """Read committed tokens of rounds without drafts, if the proposer `defers_reading`."""
+        """Read committed tokens of rounds without drafts, up to `late_tokens` of each request."""
         return None
 
     def read_deferred(self, rows: Sequence[int | None]) -> bool:
@@ -206,7 +212,7 @@ class LanguageModel(DraftProposer):
 
     The last draft token is not run in its own round: if it is kept, the next round runs it together
     with the token after it, in one pass. Rounds of single chains without drafts do not run the
-    model: one pass reads the tokens of K + 1 of them.
+    model: one pass reads the tokens of K + 1 of them, in plain torch of `arena.LATE_TOKENS`.
 
     Tokens of the target alone, and all but ``hot`` ones, get -inf, so that they are never drafted:
     as for any token outside of q's support, p's mass there is left to bonus tokens and to
@@ -221,7 +227,7 @@ class LanguageModel(DraftProposer):
         hot: ``[H]`` int64 the only tokens that its LM head has rows of; None for all.
     """
 
-    runs_model = has_stock_passes = defers_reading = True
+    runs_model = has_stock_passes = True
     least_temperature = 1.14
 
     @classmethod
@@ -241,7 +247,9 @@ class LanguageModel(DraftProposer):
         assert context.draft is not None
         num_missing = vocabulary.num_missing(context.target, context.draft)
         tails = context.ledger.tails
-        forward = ParticleForward(runner, tails, context.kernels, context.num_columns)
+        late = LATE_TOKENS if context.kernels == "torch" else 0
+        columns = max(late, context.num_columns)
+        forward = ParticleForward(runner, tails, context.kernels, columns)
         leave_rotations(runner.model, forward.attn_backend)
         context.fuse(forward)
         return cls(forward, runner, num_missing, vars(runner.model).get("hot_token_id"))
@@ -258,6 +266,10 @@ class LanguageModel(DraftProposer):
         self._missing = num_missing
         self._hot = hot
         self.attn_backend = forward.attn_backend
+
+    @property
+    def late_tokens(self) -> int:
+        return self.forward.max_columns
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         return self._logits(last_two, at, 0)  # the first of both may not have been run
@@ -282,7 +294,7 @@ class LanguageModel(DraftProposer):
         return tokens.clamp_max(self._runner.model_config.vocab_size - 1)
 
     def catch_up(self, chains: Chains) -> None:
-        self.forward.chain_logits(chains._replace(tokens=self._readable(chains.tokens)))
+        self.forward.write_keys(chains._replace(tokens=self._readable(chains.tokens)))
 
     def recorded(self, recording: PassRecording) -> DraftProposer:
         forward = recording.of(self.forward, "next_logits", (2, 1))

@@ -37,7 +37,7 @@ from sglang_smc.drafts.formats import EAGLE3_LAYERS
 from sglang_smc.kv.sizes import tensor_bytes
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.models.attention import KeysWritten
-from sglang_smc.models.chains import Chains, MergedRows, merge_rows
+from sglang_smc.models.chains import Chains, MergedRows
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.head_kinds import architecture_of, is_tied, num_mtp
 from sglang_smc.models.head_parts import is_set, require_set
@@ -98,14 +98,7 @@ class EagleForward(ParticleForward):
             states: ``[G, N, C, F]`` hidden states before them.
         """
         self._states = states.flatten(0, 2)
-        merged = merge_rows(chains.slots, last=False) if self.merges else None
-        batch = self._batch(ForwardMode.EXTEND, chains, merged)
-        self.attn_backend.ends_at = self.prompt_attention.ends_at
-        try:
-            with suppress(KeysWritten), self._attending(chains, merged):
-                self.read_batch(batch)
-        finally:  # memory that runs out is tried again, by whole passes too
-            self.attn_backend.ends_at = None
+        self.write_keys(chains)
 
     def read_batch(self, batch: ForwardBatch) -> None:
         """Run the layers over a batch of pairs, to write their keys alone."""
@@ -151,7 +144,7 @@ class EagleHead(DraftProposer):
     ``hot`` and ``vocab_size`` are as in `to_full_vocabulary`.
     """
 
-    runs_model = wants_states = defers_reading = True
+    runs_model = wants_states = True
     least_temperature = 0.8
     needs = ("get_embed_and_head",)
 
@@ -275,6 +268,11 @@ class EagleHead(DraftProposer):
     @property
     def state_bytes(self) -> int:
         return tensor_bytes((self._table.states, self._table.readers))
+
+    @property
+    def late_tokens(self) -> int:
+        """Return K + 1: it keeps as many of the target's hidden states."""
+        return self._table.num_columns
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Run the last token with the target's state; see `DraftProposer.first_logits`."""

@@ -66,7 +66,7 @@ class RoundShape(NamedTuple):
 
     @property
     def skips_draft(self) -> bool:
-        """Return whether a draft that `defers_reading` reads this round's tokens later."""
+        """Return whether a draft that has `late_tokens` reads this round's later."""
         return self.num_steps == 0 and self.num_particles == 1
 
     def lacks(self, other: "RoundShape") -> list[str]:

@@ -92,7 +92,7 @@ def assemble(
         check_layers(draft.model_runner, blocks=proposer.is_block)
     rehearse(passes, proposer, tables.ledger, tables.ops)
     begin = passes.init_from_prompt
-    prefill = Prefill(target, proposer, states, tables, num_columns, begin)
+    prefill = Prefill(target, proposer, states, tables, begin)
     return prefill, ServedRound(passes, proposer, tables, corpus, routed)
 
 

@@ -79,7 +79,6 @@ class Prefill:
     _draft: DraftProposer
     _states: RequestStates  # starts requests on the host
     _tables: Tables  # state of requests on the device
-    _num_columns: int  # K + 1 of the server
     _init_from_prompt: Callable[[ScheduleBatch], None]  # the target's, see `ParticleForward`
 
     def run(self, batch: ScheduleBatch, budget: Budget | None) -> GenerationBatchResult:
@@ -111,11 +110,11 @@ class Prefill:
         return result
 
     def skip_draft(self, reqs: list[Req], committed: torch.Tensor) -> None:
-        """Leave a round's tokens to a later pass of the draft, which reads K + 1 of each request.
+        """Leave a round's tokens to a later pass of the draft, over `late_tokens` of a request.
 
         Arguments as in `catch_up`.
         """
-        if max(map(skip_draft, reqs)) >= self._num_columns:
+        if max(map(skip_draft, reqs)) >= self._draft.late_tokens:
             self.catch_up(reqs, committed)
             for req in reqs:
                 skip_draft(req)
@@ -147,10 +146,10 @@ class Prefill:
     def _read_committed(
         self, rows: torch.Tensor, starts: torch.Tensor, tokens: list[list[int]]
     ) -> None:
-        """Run the draft over tokens from ``starts`` ``[R]`` on, a round's width at a time."""
-        # More than K + 1 tokens where the host is a round behind.
+        """Run the draft over tokens from ``starts`` ``[R]`` on, `late_tokens` at a time."""
+        # There are more where the host is a round behind.
         ledger = self._tables.ledger
-        width = self._num_columns
+        width = self._draft.late_tokens
         longest = max(map(len, tokens))
         device = ledger.device
         particle_rows = ledger.particle_rows(rows, 1)
@@ -159,7 +158,7 @@ class Prefill:
         for done, some in zip(range(0, longest, width), padded.split(width, 1), strict=True):
             first = starts + done
             slots = ledger.reenter(rows, first, lengths - done, some.shape[1])
-            locations = KVLocations(rows, first, particle_rows, max_tail=width)
+            locations = KVLocations(rows, first, particle_rows, max_tail=some.shape[1])
             chains = Chains(some.unsqueeze(1), first.unsqueeze(1), slots.unsqueeze(1), locations)
             with torch.no_grad():
                 self._draft.catch_up(chains)

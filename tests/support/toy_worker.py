@@ -67,6 +67,7 @@ class SlotModel:
     attn_backend: Any = None
     merges = True
     tails: torch.Tensor  # the particles' rows, set with the tables
+    max_columns: int  # of a chain, set with them
 
     def __init__(self, language: Language, rows: torch.Tensor, num_slots: int) -> None:
         self.language = language
@@ -87,6 +88,9 @@ class SlotModel:
         self._tokens[slots] = chains.tokens.flatten(1).gather(1, first)
         contexts = self.contexts(chains).flatten(1).gather(1, first)
         return self.language.logits[contexts.view_as(chains.tokens)]
+
+    def write_keys(self, chains: Chains) -> None:
+        self.chain_logits(chains)
 
     def contexts(self, chains: Chains) -> torch.Tensor:
         """Contexts ``[G, N, C]`` of the texts up to each token of a chain."""
@@ -178,13 +182,14 @@ class ToyWorker:
         nobody: Any = None
         for model in models:
             model.tails = tables.ledger.tails
+            model.max_columns = config.num_steps + 1
         drafts = LanguageModel(models[1], nobody)
         worker._corpus = self.corpus
         worker._round = ServedRound(models[0], drafts, tables, self.corpus)
         worker._states = RequestStates(config, random_seed=0, runners=self.runners)
         # Nothing of `Prefill.run` is called here but `begin`.
-        of_torch, width = tables._replace(ops=TORCH), config.num_steps + 1
-        worker._prefill = Prefill(nobody, drafts, worker._states, of_torch, width, nobody)
+        of_torch = tables._replace(ops=TORCH)
+        worker._prefill = Prefill(nobody, drafts, worker._states, of_torch, nobody)
         worker.monitor = Monitor(40)
         return worker
 

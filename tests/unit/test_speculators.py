@@ -98,13 +98,25 @@ def exported(kind: str, folder: Path, **more: Any) -> str:
     return str(folder / "theirs")
 
 
+def loaded(model: Any, folder: str, settings: Any) -> Any:
+    """Load a head with one of its classes, and what the file lacks from the target.
+
+    The class takes from the target what is NaN, and transformers leaves memory as it is there.
+    """
+    theirs = model.from_pretrained(folder, config=settings).float().eval()
+    _, tensors = read(Path(folder))
+    for name in {"embed_tokens.weight", "lm_head.weight"} - tensors.keys():
+        torch.nn.init.constant_(theirs.get_parameter(name), torch.nan)
+    theirs.load_verifier_weights()
+    return theirs
+
+
 def test_its_eagle3_class_has_our_logits(tmp_path: Path) -> None:
     """Three steps of the shipped head, over random texts, to 1e-4 in float32."""
     folder = exported("eagle3", tmp_path)
     of_theirs = Eagle3SpeculatorConfig.from_pretrained(folder)
     of_theirs.transformer_layer_config._attn_implementation = "eager"
-    theirs = Eagle3DraftModel.from_pretrained(folder, config=of_theirs).float().eval()
-    theirs.load_verifier_weights()
+    theirs = loaded(Eagle3DraftModel, folder, of_theirs)
     ours = load_head(folder, TARGET)
     torch.manual_seed(0)
     ids = torch.randint(2, 512, (1, 12))
@@ -133,8 +145,7 @@ def test_its_block_classes_have_our_logits(
     of_theirs, model = MODELS[kind]
     settings = of_theirs.from_pretrained(folder)
     settings.transformer_layer_config._attn_implementation = "eager"
-    theirs = model.from_pretrained(folder, config=settings).float().eval()
-    theirs.load_verifier_weights()
+    theirs = loaded(model, folder, settings)
     shown: list[torch.Tensor] = []
 
     def show(logits: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, dict[str, Any]]:
