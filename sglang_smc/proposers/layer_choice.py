@@ -34,7 +34,7 @@ REPLAYS = 20
 _TURNS = 5
 
 
-class Clock(NamedTuple):
+class PassClock(NamedTuple):
     """What passes are timed by."""
 
     wait: Callable[[], None]  # until the device has done all that was launched
@@ -53,7 +53,7 @@ class Times(NamedTuple):
         return self.fused * FASTER <= self.sglang
 
 
-class Way(NamedTuple):
+class CapturedWay(NamedTuple):
     """A pass as it was captured in one way."""
 
     logits: torch.Tensor  # which a replay writes
@@ -64,7 +64,7 @@ class Way(NamedTuple):
         self.replay()
         return self.logits.clone()
 
-    def milliseconds(self, clock: Clock) -> float:
+    def milliseconds(self, clock: PassClock) -> float:
         """Return the time of a replay, of `REPLAYS` at once."""
         clock.wait()
         began = clock.now()
@@ -74,15 +74,15 @@ class Way(NamedTuple):
         return 1000 * (clock.now() - began) / REPLAYS
 
 
-class Trial(NamedTuple):
+class LayerTrial(NamedTuple):
     """A pass over some rows, as it was captured in each way."""
 
     num_rows: int
     tokens: torch.Tensor  # int64 which it reads, below ``vocab_size``
     vocab_size: int
-    sglang: Way
-    in_order: Way
-    overlapped: Way
+    sglang: CapturedWay
+    in_order: CapturedWay
+    overlapped: CapturedWay
 
     def fault(self) -> str | None:
         """Return in what fused layers are wrong; None if in nothing."""
@@ -99,7 +99,7 @@ class Trial(NamedTuple):
                 return f"over {self.num_rows} rows a logit is {float(gap / largest):.2g} apart"
         return None
 
-    def times(self, clock: Clock) -> Times:
+    def times(self, clock: PassClock) -> Times:
         """Return medians of turns."""
         turns = [
             Times(self.sglang.milliseconds(clock), self.overlapped.milliseconds(clock))
@@ -148,7 +148,7 @@ class LayerChoice:
         self._reason = reason
         logger.warning("--speculative-smc-draft-layers auto takes SGLang's layers: %s.", reason)
 
-    def make(self, trials: Iterable[Trial], clock: Clock) -> None:
+    def make(self, trials: Iterable[LayerTrial], clock: PassClock) -> None:
         """Compare and time passes, in ascending order of rows, and log what is chosen."""
         self.is_open = False
         self._reason = None

@@ -8,7 +8,7 @@ import torch
 
 from sglang_smc.models.recorder import Record
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
-from sglang_smc.proposers.layer_choice import LayerChoice, Trial, Way
+from sglang_smc.proposers.layer_choice import LayerChoice, LayerTrial, CapturedWay
 from sglang_smc.smc.ledger import KVLocations, Ledger
 from sglang_smc.smc.ops import MOST_SKINNY_ROWS
 
@@ -23,7 +23,7 @@ def trials(
     vocab_size: int,
     record: Record,
     in_order: Callable[[], AbstractContextManager[None]],
-) -> Iterator[Trial]:
+) -> Iterator[LayerTrial]:
     """Yield the pass that a draft makes for each number of requests, if its rows may be fused.
 
     That is the pass after its first draft token, or, of a draft that makes none, the first.
@@ -47,14 +47,14 @@ def trials(
         if not 0 < num_rows <= MOST_SKINNY_ROWS:
             return
 
-        def way(fuses: bool, run: Callable[[], torch.Tensor] = run) -> Way:
+        def way(fuses: bool, run: Callable[[], torch.Tensor] = run) -> CapturedWay:
             choice.trying(fuses, run)  # warm-up, see `Record`
-            return Way(*choice.trying(fuses, lambda: record(run)))
+            return CapturedWay(*choice.trying(fuses, lambda: record(run)))
 
         sglang = way(False)
         with in_order():
             ordered = way(True)
-        yield Trial(num_rows, tokens, vocab_size, sglang, ordered, way(True))
+        yield LayerTrial(num_rows, tokens, vocab_size, sglang, ordered, way(True))
 
 
 def _stand_ins(ledger: Ledger, num_groups: int) -> DraftSlots:

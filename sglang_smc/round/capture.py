@@ -7,7 +7,7 @@ from sglang.srt.distributed.parallel_state import GroupCoordinator
 
 from sglang_smc.models.recorder import Ranks, Record, cuda_session
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.proposers.layer_choice import Clock
+from sglang_smc.proposers.layer_choice import PassClock
 from sglang_smc.proposers.layer_trials import trials
 from sglang_smc.round import graph
 from sglang_smc.round.batch import Tables
@@ -69,7 +69,7 @@ class Server(NamedTuple):
                 record=session.record,
                 in_order=in_order,
             )
-            choice.make(passes, Clock(torch.get_device_module(self.device).synchronize))
+            choice.make(passes, PassClock(torch.get_device_module(self.device).synchronize))
 
     def _capture_what_fits(self, ranks: Ranks) -> Captures:
         """Capture rounds; if memory runs out, start again with a smaller part of it.

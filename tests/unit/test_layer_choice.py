@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_smc.proposers.layer_choice import REPLAYS, Clock, LayerChoice, Times, Trial, Way
+from sglang_smc.proposers.layer_choice import (
+    REPLAYS,
+    PassClock,
+    LayerChoice,
+    Times,
+    LayerTrial,
+    CapturedWay,
+)
 from sglang_smc.proposers.layer_trials import trials
 from sglang_smc.smc.ledger import Ledger
 
@@ -21,8 +28,8 @@ class Time:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def clock(self) -> Clock:
-        return Clock(lambda: None, lambda: self.seconds)
+    def clock(self) -> PassClock:
+        return PassClock(lambda: None, lambda: self.seconds)
 
 
 def way(
@@ -30,7 +37,7 @@ def way(
     tokens: torch.Tensor,
     milliseconds: float,
     change: Callable[[torch.Tensor, int], torch.Tensor] = lambda logits, nth: logits,
-) -> Way:
+) -> CapturedWay:
     """A pass whose logits follow from its tokens; ``change`` spoils some replays."""
     logits = torch.zeros(len(tokens), 3)
     count = [0]
@@ -41,14 +48,14 @@ def way(
         logits.copy_(change(row, count[0]))
         count[0] += 1
 
-    return Way(logits, replay)
+    return CapturedWay(logits, replay)
 
 
-def trial(time: Time, num_rows: int, sglang: float, fused: float, **changes: Any) -> Trial:
+def trial(time: Time, num_rows: int, sglang: float, fused: float, **changes: Any) -> LayerTrial:
     tokens = torch.zeros(num_rows, dtype=torch.int64)
     ways = {"sglang": sglang, "in_order": 2 * fused, "overlapped": fused}
     found = {name: way(time, tokens, of, *changes.get(name, ())) for name, of in ways.items()}
-    return Trial(num_rows, tokens, VOCAB_SIZE, **found)
+    return LayerTrial(num_rows, tokens, VOCAB_SIZE, **found)
 
 
 def test_a_size_is_fused_where_that_is_clearly_faster() -> None:
