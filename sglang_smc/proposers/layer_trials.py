@@ -8,7 +8,7 @@ import torch
 
 from sglang_smc.models.recorder import Record
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
-from sglang_smc.proposers.layer_choice import LayerChoice, LayerTrial, CapturedWay
+from sglang_smc.proposers.layer_choice import CapturedWay, LayerChoice, LayerTrial
 from sglang_smc.smc.ledger import KVLocations, Ledger
 from sglang_smc.smc.ops import MOST_SKINNY_ROWS
 

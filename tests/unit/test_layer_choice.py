@@ -10,11 +10,11 @@ import torch
 
 from sglang_smc.proposers.layer_choice import (
     REPLAYS,
-    PassClock,
-    LayerChoice,
-    Times,
-    LayerTrial,
     CapturedWay,
+    LayerChoice,
+    LayerTrial,
+    PassClock,
+    Times,
 )
 from sglang_smc.proposers.layer_trials import trials
 from sglang_smc.smc.ledger import Ledger
