@@ -3,6 +3,7 @@
     .venv/bin/python bench/conformance                        # ready-made servers, on this CPU
     .venv/bin/python bench/conformance --only 'smc-*'         # ours
     .venv/bin/python bench/conformance --url http://host:30000 --name "my server"
+    .venv/bin/python bench/conformance --url http://host:8000 --params '{"top_k": 0}'  # llama.cpp
 
 Each feature has a check by law or by value, which fails on a correct server with probability 1e-5
 at most. A server may be any with OpenAI's completions route; what it answers with HTTP 400 is
@@ -28,6 +29,7 @@ from study import Log
 
 from sglang_smc_tools.demo.serving import Launch, ServerError, reason_in, running
 from sglang_smc_tools.testing.client import RefusedError
+from sglang_smc_tools.testing.model import PLAIN
 
 for _group in ("sampling", "stopping", "structure", "outputs", "service"):
     importlib.import_module(f"conformance.checks.{_group}")
@@ -329,6 +331,13 @@ def run(options: argparse.Namespace) -> None:
 def _run_url(this: ConformanceStudy, options: argparse.Namespace) -> None:
     params = json.loads(options.params or "{}")
     server = open_server(options.url, options.api_key, params)
+    try:
+        server.complete(server.prompts[0], 1)
+    except ValueError as error:
+        raise study.BenchError(
+            f"A plain request has no answer: {error}\nIt turns filters off by {json.dumps(PLAIN)}; "
+            "give by --params what this server wants instead, as '{\"top_k\": 0}'."
+        ) from error
     slug = study.slug_of(options.name)
     if options.fresh:
         this.start_anew(slug)
@@ -353,7 +362,7 @@ def _write(this: ConformanceStudy, columns: Mapping[str, Mapping[str, FeatureVer
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the servers; return exit status 0 if it completes."""
-    made = study.parser("conformance", __doc__ or "")
+    made = study.parser("conformance", "What speculation must not change: features by server.")
     add = made.add_argument
     add("--url", help="of a running server, in place of the ready-made ones")
     add("--name", default="this server", help="its name in the table")

@@ -4,6 +4,10 @@ Tokens are those of `bench/results/trees` and, on real text, of `bench/results/r
 are measured, or else modelled: SMC's measured rounds of N = K = 8 take so many times the planner's
 bound, by rows of the target's pass. Other N and K take as many times their own; SGLang's other
 trees as many times what their bound is above that of the tree that was measured.
+
+What was built since is in `bench/results/gpu/changes.csv`, by estimates from machine code and
+bytes. A target in FP8 saves `PRODUCTS` times what its pass's bound does. One of 70B on two GPUs
+takes as many times its bound as one of 8B, and `SUM` for each sum over the ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ import csv
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,15 +29,20 @@ from speed.report import Results
 from speed.runner import read_results
 from study import PUBLISHED
 
-from sglang_smc_tools.plan.devices import named
+from sglang_smc_tools.plan.devices import Device, named
 from sglang_smc_tools.plan.roofline import PassRows, RoundCost, ar_step, forward, smc_round
-from sglang_smc_tools.plan.shapes import DRAFTS
+from sglang_smc_tools.plan.shapes import DRAFTS, ModelShape
 
 TEMPERATURE, TEMPERATURES = "0.7", ("0", "0.7", "1")
 TARGET, MODEL, HEAD = SPEED_8B.pair.target, SPEED_8B.pair.draft, DRAFTS["eagle3-8b"]
 CONTEXT = SHORT[0][1] + SPEED_8B.new_tokens / 2
 BATCHES = [batch for batch, _ in SHORT]
 H200 = named("h200")
+IN_FP8 = named("h200", 1.0)
+#: Times their bound that the target's products take in the profiles of `bench/results/gpu`.
+PRODUCTS = 1.3
+#: Milliseconds of a sum over two ranks, two of them a layer: an estimate.
+SUM = 0.012
 NOTE = """Milliseconds of Llama 3.1 8B with a 1B draft or a head, modelled where tokens / s are in
 italics; tokens a round of the shipped pair, and of the coder pair (default: timed at c = 0)."""
 
@@ -45,11 +56,37 @@ class Shape(NamedTuple):
     is_tree_of: str = ""  # the family of SGLang's that was measured
 
 
-def ours(family: str, n: int, k: int) -> Shape:
-    draft = HEAD if family == grid.EXACT_HEAD else MODEL
+class PlannedPair(NamedTuple):
+    """A target, its drafts and what they run on."""
+
+    target: ModelShape = TARGET
+    model: ModelShape = MODEL
+    head: ModelShape = HEAD
+    device: Device = H200
+
+
+SMALL = PlannedPair()
+LARGE = PlannedPair(
+    grid.PAIR_70B.target,
+    grid.PAIR_70B.draft,
+    replace(HEAD, hidden_size=8192, intermediate_size=28672, num_heads=64),
+    IN_FP8.times(2),
+)
+
+
+def plain(models: PlannedPair = SMALL) -> Shape:
+    def bound(batch: int) -> float:
+        return 1000 * ar_step(models.target, batch, CONTEXT).seconds(models.device)
+
+    return Shape(grid.PLAIN, 1, bound)
+
+
+def ours(family: str, n: int, k: int, models: PlannedPair = SMALL) -> Shape:
+    draft = models.head if family == grid.EXACT_HEAD else models.model
 
     def bound(batch: int) -> float:
-        return 1000 * smc_round(TARGET, draft, PassRows(batch, n, CONTEXT), k).seconds(H200)
+        rows = PassRows(batch, n, CONTEXT)
+        return 1000 * smc_round(models.target, draft, rows, k).seconds(models.device)
 
     return Shape(grid.System(family, n, k), n * (k + 1), bound)
 
@@ -67,16 +104,26 @@ def tree(family: str, passes: int, width: int, rows: int, system: bool = False) 
     return Shape(grid.System(family) if system else None, rows, bound, family)
 
 
+ON_MODEL = "`exact`, draft model, N = 8, K = 8"
+ON_HEAD = "`exact`, EAGLE-3 head, N = 8, K = 8"
+ON_DEEP_HEAD = "`exact`, EAGLE-3 head, N = 4, K = 17"
 #: By the names in `bench/results/trees`; SGLang's trees are steps / top-k / rows.
 SHAPES = {
-    "AR": Shape(grid.PLAIN, 1, lambda batch: 1000 * ar_step(TARGET, batch, CONTEXT).seconds(H200)),
+    "AR": plain(),
     "SGLang, EAGLE-3 head, tree 4 / 5 / 8": tree(grid.EAGLE, 5, 4, 8, system=True),
     "SGLang, EAGLE-3 head, tree 10 / 8 / 72": tree(grid.EAGLE, 8, 10, 72),
     "SGLang, draft model, tree 8 / 8 / 72": tree(grid.CHAIN, 8, 8, 72),
-    "`exact`, draft model, N = 8, K = 8": ours(grid.EXACT, N, K),
-    "`exact`, EAGLE-3 head, N = 8, K = 8": ours(grid.EXACT_HEAD, N, K),
-    "`exact`, EAGLE-3 head, N = 4, K = 17": ours(grid.EXACT_HEAD, 4, 17),
+    ON_MODEL: ours(grid.EXACT, N, K),
+    ON_HEAD: ours(grid.EXACT_HEAD, N, K),
+    ON_DEEP_HEAD: ours(grid.EXACT_HEAD, 4, 17),
 }
+LARGE_SHAPES = {
+    "AR": plain(LARGE),
+    ON_HEAD: ours(grid.EXACT_HEAD, N, K, LARGE),
+    ON_DEEP_HEAD: ours(grid.EXACT_HEAD, 4, 17, LARGE),
+}
+#: The drafts of `changes.csv`.
+CHANGED = {grid.EXACT: "model", grid.EXACT_HEAD: "head"}
 #: By the labels in `bench/results/real`; mode `auto` was not timed.
 ON_REAL_TEXT = {
     "SGLang tree 4 / 17 / 72": tree(grid.CHAIN, 17, 4, 72),
@@ -115,6 +162,48 @@ def milliseconds(results: Results, shape: Shape, batch: int) -> tuple[float, boo
     return beside + share * (shape.bound(batch) - like.bound(batch)), False
 
 
+@cache
+def changes() -> dict[str, float]:
+    """Return the ms that default servers gained or lost since, by ``draft batch``."""
+    found: dict[str, float] = {}
+    for row in csv.DictReader((PUBLISHED / "gpu" / "changes.csv").read_text().splitlines()):
+        if row["state"] == "default":
+            for key in list(row)[2:]:
+                found[key] = found.get(key, 0.0) + float(row[key])
+    return found
+
+
+def now(results: Results, name: str, batch: int) -> float:
+    """Return the ms of a round by the code as it is."""
+    shape = SHAPES[name]
+    draft = shape.system and CHANGED.get(shape.system.family)
+    return milliseconds(results, shape, batch)[0] + changes().get(f"{draft} {batch}", 0.0)
+
+
+def in_fp8(results: Results, name: str, batch: int) -> float:
+    """Return that of a target in FP8, whose draft is as it was."""
+    count, rows = SHAPES[name].rows, PassRows(batch, 1, CONTEXT)
+    wide, narrow = (
+        forward("verify", target, rows, count, count).seconds(device)
+        for target, device in ((TARGET, H200), (replace(TARGET, weight_bytes=1.0), IN_FP8))
+    )
+    return now(results, name, batch) - 1000 * PRODUCTS * (wide - narrow)
+
+
+def of_70b(results: Results, name: str, batch: int) -> float:
+    """Return that of 70B in FP8 on two GPUs."""
+    times = now(results, name, batch) / SHAPES[name].bound(batch)
+    return times * LARGE_SHAPES[name].bound(batch) + 2 * LARGE.target.num_layers * SUM
+
+
+#: By a label, what is estimated of some rows.
+ESTIMATES = {
+    "As it is now": (now, ON_MODEL, ON_HEAD, ON_DEEP_HEAD),
+    "8B in FP8": (in_fp8, "AR", ON_HEAD, ON_DEEP_HEAD),
+    "70B in FP8, two GPUs": (of_70b, "AR", ON_HEAD, ON_DEEP_HEAD),
+}
+
+
 def published(folder: Path = PUBLISHED) -> Results:
     """Return what `bench/gpu` measured of an H200, by a folder of results."""
     machines, _ = read_results(folder / "gpu" / "raw")
@@ -142,15 +231,25 @@ def tokens_by_name() -> dict[str, dict[str, float]]:
 
 def table(results: Results) -> str:
     """Return the table: tokens a second, in parentheses ms a round; modelled ones in italics."""
-    tokens, rows = tokens_by_name(), []
+    tokens = {name: of[TEMPERATURE] for name, of in tokens_by_name().items() if name in SHAPES}
+    rows = []
     for name, shape in SHAPES.items():
-        each, cells = tokens[name][TEMPERATURE], []
-        for batch in BATCHES:
-            ms, is_measured = milliseconds(results, shape, batch)
-            text = f"{1000 * batch * each / ms:,.0f} ({ms:.1f})"
-            cells.append(text if is_measured else f"*{text}*")
+        found = {batch: milliseconds(results, shape, batch) for batch in BATCHES}
+        each = tokens[name]
+        cells = [cell(ms, is_measured, each * b) for b, (ms, is_measured) in found.items()]
         rows.append([name, f"{each:.2f}", *cells])
+    for label, (estimate, *names) in ESTIMATES.items():
+        for name in names:
+            each = tokens[name]
+            cells = [cell(estimate(results, name, b), False, each * b) for b in BATCHES]
+            rows.append([f"{label}: {name}", f"{each:.2f}", *cells])
     return markdown_table(("", "tokens a round", *map(str, BATCHES)), rows)
+
+
+def cell(ms: float, is_measured: bool, tokens: float) -> str:
+    """Return tokens a second and the milliseconds in which there are so many tokens."""
+    text = f"{1000 * tokens / ms:,.0f} ({ms:.1f})"
+    return text if is_measured else f"*{text}*"
 
 
 def for_one(results: Results) -> str:

@@ -1,16 +1,17 @@
 """Run SGLang's models on the plain CPU, with SMC or without.
 
 The hooks cover tensor-parallel heads, rotary embeddings, capped logits, hybrid models, shared
-experts and grammars.
+experts, grammars and weights in 8 bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from sglang_smc import upstream
+from sglang_smc.cpu import quantized
 from sglang_smc.server.hooks import Hooks
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.model_loader.loader import DefaultModelLoader
 
 
 PATCHES = Hooks()
@@ -54,6 +56,43 @@ def get_rope_cpu(original: Callable, *rope: Any, device: str | None = None) -> t
 
     # All are positional, and the device is the last.
     return get_rope(*rope[:8])
+
+
+@PATCHES.on(
+    "sglang.srt.model_loader.loader._get_quantization_config",
+    "srt/model_loader/weight_utils.py:275 (asks the platform for a class by format)",
+    why="A platform's class for a format makes layers of that format; where hf_quant_config.json "
+    "says it, 0.5.17 takes SGLang's own. Here weights reach layers in 16 or 32 bits.",
+    retire_when="A platform may have weights dequantized as they are read.",
+)
+def quantization_of_layers(
+    original: Callable, model_config: "ModelConfig", load_config: "LoadConfig"
+) -> None:
+    """Return none, after a check that a quantized checkpoint's weights can be dequantized."""
+    method = model_config.quantization
+    if method is None:
+        return
+    quantized.check(method, model_config._parse_quant_hf_config())
+    quantized.announce(model_config.model_path, method, model_config.dtype)
+
+
+@PATCHES.on(
+    "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_iterator",
+    "srt/model_loader/loader.py:766 (all tensors of a checkpoint, as the model gets them)",
+    "srt/model_executor/model_runner_components/weight_updater.py:206 (new weights, likewise)",
+    why="SGLang's layers in 8 bits launch kernels. No platform sees weights as they are read.",
+    retire_when="A platform may have weights dequantized as they are read.",
+)
+def dequantized_weights(
+    original: Callable, loader: "DefaultModelLoader", source: Any, **resolved: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the weights of a quantized checkpoint in float32."""
+    weights = original(loader, source, **resolved)
+    model_config = source.model_config
+    if model_config is None or model_config.quantization is None:
+        return weights
+    block = quantized.block_of(model_config._parse_quant_hf_config())
+    return quantized.dequantized(weights, block)
 
 
 @PATCHES.on(

@@ -555,6 +555,26 @@ def test_the_page_has_what_the_command_expects_of_an_h200() -> None:
     assert expected.milliseconds(found, shape, 1) == (10.0, True)
 
 
+def test_estimates_add_what_default_servers_got_since_and_save_a_targets_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red where what is planned counts, or the draft's bytes are halved too."""
+    results, name = expected.published(), expected.ON_HEAD
+    measured, _ = expected.milliseconds(results, expected.SHAPES[name], 1)
+    changes = tmp_path / "gpu" / "changes.csv"
+    changes.parent.mkdir()
+    lines = "change,state,model 1,head 1", "a,default,7,-0.5", "b,default,0,0.2", "c,planned,0,-3"
+    changes.write_text("\n".join(lines))
+    monkeypatch.setattr(expected, "PUBLISHED", tmp_path)
+    expected.changes.cache_clear()
+    now = expected.now(results, name, 1)
+    assert now == pytest.approx(measured - 0.3)
+    layers = SPEED_8B.pair.target.layer_parameters
+    saved = 1000 * 1.3 * layers / 4.8e12  # a byte a weight
+    assert now - expected.in_fp8(results, name, 1) == pytest.approx(saved)
+    expected.changes.cache_clear()
+
+
 class StoodIn(FakeEngine):
     """A server whose cells are `FakeEngine`'s; adaptive ones have measured their rounds."""
 

@@ -84,6 +84,9 @@ def findings(
         except ValueError as error:
             yield fail("device of the pair", options.device, str(error))
             return
+    if most_slots is not None:  # a CPU
+        target = target.dequantized()
+        draft = draft.dequantized()
     options.context = options.context or _context(options.target)
     tail = options.max_lag / 2  # tokens by which a particle runs ahead on average
     scenario = Scenario(target, draft, device.times(options.tp), options.context, tail)

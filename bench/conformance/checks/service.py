@@ -172,7 +172,7 @@ def priorities(server: CheckedServer) -> str:
 @check("the edge of the context", GROUP)
 def context_edge(server: CheckedServer) -> str:
     """Check that an answer may fill the context up to its edge, and no more."""
-    size = server.client.http.get("/server_info").json()["context_length"]
+    size = server.sglang.client.http.get("/server_info").json()["context_length"]
     if not size:
         raise AbsentError("a context length that it tells")
     prompt = (list(server.ids(server.prompts[1])) * size)[: size - SPACE]

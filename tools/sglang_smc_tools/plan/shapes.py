@@ -303,6 +303,10 @@ class ModelShape:
             )
         return replace(self, weight_bytes=1.0, kv_bytes=SIXTEEN_BIT, in_int8=True)
 
+    def dequantized(self) -> ModelShape:
+        """Return the model as the CPU platform loads it: weights in 8 bits take 16."""
+        return self.in_precision(max(self.weight_bytes, SIXTEEN_BIT))
+
     def in_precision(self, weight_bytes: float | None) -> ModelShape:
         """Return the model with weights of ``weight_bytes``, or with its own for None.
 
@@ -372,7 +376,10 @@ DRAFTS = {name: one for name, one in BUILT_IN.items() if one.states is None} | {
 
 # --- Configurations
 
-FP8_METHODS = ("fp8", "fbgemm_fp8", "modelopt_fp8")
+#: Quantizations of all layers' weights to 8 bits, beside ModelOpt's and compressed-tensors'.
+EIGHT_BITS = ("fp8", "fbgemm_fp8", "modelopt_fp8", "w8a8_fp8", "w8a8_int8", "blockwise_int8")
+#: ModelOpt's own file beside a config.json that says nothing of quantization.
+MODELOPT_FILE = "hf_quant_config.json"
 
 
 #: Architectures with grouped heads, a gated MLP of three matrices and an LM head; those with
@@ -528,8 +535,17 @@ def contents(source: Source, known: Collection[str] = ()) -> Config:
             + (f", nor one of {', '.join(known)}" if known else "")
             + ". For a model of the Hub, download its files."
         )
+    config = normalized(_read_json(path))
+    beside = path.with_name(MODELOPT_FILE)
+    if config.get("quantization_config") is None and beside.is_file():
+        told = _read_json(beside).get("quantization") or {}
+        config = {**config, "quantization_config": {"quant_method": "modelopt", **told}}
+    return config
+
+
+def _read_json(path: Path) -> Config:
     try:
-        return normalized(json.loads(path.read_text()))
+        return json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
 
@@ -548,7 +564,8 @@ def is_recurrent(source: Source) -> bool:
 def _parse(config: Config) -> ModelShape:
     name = architecture(config)
     if name in TEXT_OF_IMAGES:
-        shared = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        keys = ("tie_word_embeddings", "quantization_config")
+        shared = {key: config[key] for key in keys if key in config}
         config = {**shared, **config["text_config"]}
         name = TEXT_OF_IMAGES[name]
     if name not in (*DENSE, *WINDOWED, *LATENT, *RECURRENT, *MIXTURES):
@@ -617,7 +634,9 @@ def quantized_bytes(quantization: Config | None) -> float:
     if quantization is None:
         return SIXTEEN_BIT
     method = quantization.get("quant_method")
-    if method in FP8_METHODS:
+    if method == "modelopt":
+        method = f"modelopt_{quantization.get('quant_algo')}".lower()
+    if method in EIGHT_BITS:
         return 1.0
     if method == "mxfp4":  # of experts alone
         return SIXTEEN_BIT
@@ -626,6 +645,6 @@ def quantized_bytes(quantization: Config | None) -> float:
     if method == "compressed-tensors" and widths == {8}:
         return 1.0
     raise ValueError(
-        f"The configuration's quantization is {method!r}; known are {', '.join(FP8_METHODS)} and "
+        f"The configuration's quantization is {method!r}; known are {', '.join(EIGHT_BITS)} and "
         "compressed-tensors with 8 bits. Plan for the model that it was made from."
     )

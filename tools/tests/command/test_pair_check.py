@@ -250,6 +250,19 @@ def test_memory_is_that_of_weights_states_and_arenas(device: str, draft: str) ->
     assert (times == with_model) == draft.endswith("1b") and times >= with_model
 
 
+def test_weights_in_8_bits_take_16_on_a_cpu(draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose platform dequantizes them; red where doctor says that twice as large a model fits."""
+    monkeypatch.setattr(pair_check, "_accepted", lambda asked: machine.ok("arguments", "yes"))
+    weights = []
+    for method in ("fp8", None):
+        edit(draft, quantization_config=method and {"quant_method": method})
+        given = options("--target", str(draft), "--draft", str(PAIR / "draft"))
+        cpu = Device("cpu", 1e11, 1e12, 32e9)
+        found = {one.about: one for one in pair_check.findings(given, cpu, most_slots=1 << 17)}
+        weights.append((found["memory"].numbers or {})["weight_bytes"])
+    assert weights[0] == weights[1]
+
+
 BIG = ("--target", "llama-3.1-70b")
 
 

@@ -9,7 +9,14 @@ import pytest
 from toy_plans import DFLASH_CONFIG, EAGLE3_8B, EAGLE3_CONFIG, LLAMA_CONFIG, TOY, config
 
 from sglang_smc_tools.plan.roofline import PassRows, forward
-from sglang_smc_tools.plan.shapes import BUILT_IN, DRAFTS, draft_for, from_config, lowest_precision
+from sglang_smc_tools.plan.shapes import (
+    BUILT_IN,
+    DRAFTS,
+    MODELOPT_FILE,
+    draft_for,
+    from_config,
+    lowest_precision,
+)
 from sglang_smc_tools.plan.shapes import draft_from_config as draft_of
 
 # Of the checkpoints' tensors, as their model cards state them.
@@ -109,12 +116,43 @@ def test_built_in_models_have_their_published_sizes() -> None:
     assert BUILT_IN["llama-3.1-8b"].kv_bytes_per_token == 131_072
 
 
-def test_fp8_leaves_head_and_kv_in_16_bits() -> None:
-    groups = {"group_0": {"weights": {"num_bits": 8, "type": "float"}}}
-    grouped = {"quant_method": "compressed-tensors", "config_groups": groups}
-    for said in ({"quant_method": "fp8", "activation_scheme": "dynamic"}, grouped):
-        shape = from_config(LLAMA_CONFIG | {"quantization_config": said})
-        assert (shape.streamed_bytes, shape.kv_bytes) == (120 + 2 * 80, 2)
+EIGHT_BITS = {"group_0": {"weights": {"num_bits": 8, "type": "float"}}}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+        {"quant_method": "compressed-tensors", "config_groups": EIGHT_BITS},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {"quant_method": "w8a8_int8"},
+        {"quant_method": "blockwise_int8", "weight_block_size": [128, 128]},
+    ],
+)
+def test_8_bits_leave_head_and_kv_in_16_bits(said: dict[str, Any]) -> None:
+    shape = from_config(LLAMA_CONFIG | {"quantization_config": said})
+    assert (shape.streamed_bytes, shape.kv_bytes) == (120 + 2 * 80, 2)
+    assert shape.dequantized().streamed_bytes == 2 * 200
+
+
+def test_what_modelopt_says_in_a_file_of_its_own_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_CONFIG))
+    told = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (tmp_path / MODELOPT_FILE).write_text(json.dumps(told))
+    assert from_config(tmp_path).streamed_bytes == 120 + 2 * 80
+    (tmp_path / MODELOPT_FILE).write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    with pytest.raises(ValueError, match="quantization is 'modelopt_nvfp4'"):
+        from_config(tmp_path)
+
+
+def test_text_below_images_is_quantized_as_the_whole_model() -> None:
+    """Its configuration says so beside the text's, not in it."""
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": LLAMA_CONFIG}
+    small = from_config(whole | {"quantization_config": {"quant_method": "fp8"}})
+    assert (small.weight_bytes, from_config(whole).weight_bytes) == (1, 2)
+
+
+def test_wider_weights_are_as_they_are_asked_for() -> None:
     wide = from_config(LLAMA_CONFIG, weight_bytes=4)
     assert (wide.streamed_bytes, wide.kv_bytes) == (4 * 200, 4)
 
