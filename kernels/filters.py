@@ -121,12 +121,23 @@ def keep_tokens(
 
 
 @triton.jit
-def dropped(kept, row, raw, columns):
+def cut_of(kept, row):
+    """Load where a row is cut, for `dropped`."""
+    return filters.KeptTokens(
+        tl.load(kept.peak + row),
+        tl.load(kept.rate + row),
+        tl.load(kept.lowest + row),
+        tl.load(kept.key + row).to(tl.float32),
+        tl.load(kept.last + row),
+    )
+
+
+@triton.jit
+def dropped(cut, raw, columns):
     """Return which of a row's tokens are cut, as `KeptTokens.dropped` does."""
-    place = _key(raw, tl.load(kept.peak + row), tl.load(kept.rate + row))
-    cut = tl.load(kept.key + row).to(tl.float32)
-    behind = (place > cut) | ((place == cut) & (columns > tl.load(kept.last + row)))
-    return behind | (raw < tl.load(kept.lowest + row))
+    place = _key(raw, cut.peak, cut.rate)
+    behind = (place > cut.key) | ((place == cut.key) & (columns > cut.last))
+    return behind | (raw < cut.lowest)
 
 
 @triton.jit

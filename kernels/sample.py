@@ -10,13 +10,13 @@ Tokens that filters drop (`kernels.filters.keep_tokens`) are masked as logits ar
 group's token is the first of its tiles' largest logits, with no launch of its own.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.kernels.filters import dropped
+from sglang_smc.kernels.filters import cut_of, dropped
 from sglang_smc.kernels.tensors import check_contiguous, tiles
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.filters import KeptTokens
@@ -94,6 +94,18 @@ class RowSums(NamedTuple):
     rows: torch.Tensor | None = None  # [D] row of these for each draw; None: its own
 
 
+class Row(NamedTuple):
+    """Hold what the logits of a draw have in common, loaded once; 0 where there is none of it."""
+
+    logits: Any  # address of the first
+    temperature: Any
+    is_greedy: Any
+    cut: Any  # of `cut_of`
+    largest: Any  # logit over temperature
+    mass: Any  # relative to that
+    likeliest: Any  # token
+
+
 def summed(law: TokenDistribution) -> tuple[Source, RowSums, dict[str, int]]:
     """Return the source, its sums, and the compile-time sizes of the kernels that read them."""
     logits = law.scores
@@ -141,17 +153,28 @@ def _is_greedy(source, draw):
 
 
 @triton.jit
-def _scaled(source, draw, columns):
-    """Return logits over temperature, with torch's rounding, so that they are bit-identical."""
+def _own(source, draw):
+    """Load what `_scaled` needs of a draw: the first fields of `Row`."""
     row = _row_of(source, draw)
-    at = source.logits + row * source.stride + columns
-    raw = tl.load(at, mask=columns < source.vocab_size, other=-float("inf")).to(tl.float32)
     temperature = tl.load(source.temperature + draw // source.draws_each).to(tl.float32)
+    is_greedy = 0
     if source.greedy is not None:
-        temperature = tl.where(_is_greedy(source, draw), 1.0, temperature)
-    scaled = tl.div_rn(raw, temperature)
+        is_greedy = _is_greedy(source, draw)
+        temperature = tl.where(is_greedy, 1.0, temperature)
+    cut = 0
     if source.kept is not None:
-        scaled = tl.where(dropped(source.kept, row, raw, columns), -float("inf"), scaled)
+        cut = cut_of(source.kept, row)
+    return Row(source.logits + row * source.stride, temperature, is_greedy, cut, 0, 0, 0)
+
+
+@triton.jit
+def _scaled(source, own, columns):
+    """Return logits over temperature, with torch's rounding, so that they are bit-identical."""
+    at = own.logits + columns
+    raw = tl.load(at, mask=columns < source.vocab_size, other=-float("inf")).to(tl.float32)
+    scaled = tl.div_rn(raw, own.temperature)
+    if source.kept is not None:
+        scaled = tl.where(dropped(own.cut, raw, columns), -float("inf"), scaled)
     return scaled
 
 
@@ -160,7 +183,7 @@ def _sum_tile(source, sums, tile: tl.constexpr):
     draw = tl.program_id(0)
     part = tl.program_id(1)
     columns = part * tile + tl.arange(0, tile)
-    scaled = _scaled(source, draw, columns)
+    scaled = _scaled(source, _own(source, draw), columns)
     largest = tl.max(scaled, 0)
     at = draw * sums.num_tiles + part
     tl.store(sums.highest + at, largest)
@@ -236,16 +259,16 @@ def _draw(
     factor = tl.sum(tl.where(part == found, factors, 0.0), 0)
 
     columns = found * tile + tl.arange(0, tile)
-    scaled = _scaled(source, draw, columns)
+    own = _own(source, draw)
+    scaled = _scaled(source, own, columns)
     # Relative to the tile's own largest logit: relative to the row's, it may underflow float32.
     inner = _relative(scaled, tl.max(scaled, 0)).to(tl.float64)
     token = tl.where(mass == mass, _find(inner, columns, (target - before) / factor), 0)
-    log_prob = _log_prob(_scaled(source, draw, token), largest, mass)
+    log_prob = _log_prob(_scaled(source, own, token), largest, mass)
     if source.greedy is not None:
-        is_greedy = _is_greedy(source, draw)
         likeliest = tl.where(mass > 0, _likeliest(sums, draw, largest, padded_tiles), 0)
-        token = tl.where(is_greedy, likeliest, token)
-        log_prob = tl.where(is_greedy, _sure(token, likeliest, mass), log_prob)
+        token = tl.where(own.is_greedy, likeliest, token)
+        log_prob = tl.where(own.is_greedy, _sure(token, likeliest, mass), log_prob)
     tl.store(tokens + draw, token.to(tl.int64))
     tl.store(log_probs + draw, log_prob.to(tl.float32))
 
@@ -256,31 +279,33 @@ def _score(source, sums, tokens, log_probs, padded_tiles: tl.constexpr, tile: tl
     masses, _, largest = _tile_masses(sums, draw, padded_tiles)
     mass = tl.sum(masses, 0)
     token = tl.load(tokens + draw)
-    log_prob = _log_prob(_scaled(source, draw, token), largest, mass)
+    own = _own(source, draw)
+    log_prob = _log_prob(_scaled(source, own, token), largest, mass)
     if source.greedy is not None:
         likeliest = _likeliest(sums, draw, largest, padded_tiles)
-        log_prob = tl.where(_is_greedy(source, draw), _sure(token, likeliest, mass), log_prob)
+        log_prob = tl.where(own.is_greedy, _sure(token, likeliest, mass), log_prob)
     tl.store(log_probs + draw, log_prob.to(tl.float32))
 
 
 @triton.jit
-def row_scale(source, sums, draw, padded_tiles: tl.constexpr):
-    """Return a row's largest logit, its mass relative to that, and its likeliest token."""
+def row_of(source, sums, draw, padded_tiles: tl.constexpr):
+    """Load what `log_probs_at` needs of a draw: a `Row`."""
     masses, _, largest = _tile_masses(sums, draw, padded_tiles)
+    own = _own(source, draw)
     likeliest = 0
     if source.greedy is not None:
         likeliest = _likeliest(sums, draw, largest, padded_tiles)
-    return largest, tl.sum(masses, 0), likeliest
+    mass = tl.sum(masses, 0)
+    return Row(own.logits, own.temperature, own.is_greedy, own.cut, largest, mass, likeliest)
 
 
 @triton.jit
-def log_probs_at(source, draw, row, columns):
-    """Return the log-probabilities of some tokens; ``row`` is of `row_scale`."""
-    largest, mass, likeliest = row
+def log_probs_at(source, row, columns):
+    """Return the log-probabilities of some tokens; ``row`` is of `row_of`."""
     # In float32, as in torch: nothing is summed here.
-    found = (_scaled(source, draw, columns) - largest) - tl.log(mass).to(tl.float32)
+    found = (_scaled(source, row, columns) - row.largest) - tl.log(row.mass).to(tl.float32)
     if source.greedy is not None:
-        found = tl.where(_is_greedy(source, draw), _sure(columns, likeliest, mass), found)
+        found = tl.where(row.is_greedy, _sure(columns, row.likeliest, row.mass), found)
     return found
 
 
@@ -288,9 +313,9 @@ def log_probs_at(source, draw, row, columns):
 def _spread(source, sums, log_probs, padded_tiles: tl.constexpr, tile: tl.constexpr):
     """Store the log-probabilities of a tile's tokens."""
     draw = tl.program_id(0)
-    row = row_scale(source, sums, draw, padded_tiles)
+    row = row_of(source, sums, draw, padded_tiles)
     columns = tl.program_id(1) * tile + tl.arange(0, tile)
-    of_tokens = log_probs_at(source, draw, row, columns)
+    of_tokens = log_probs_at(source, row, columns)
     at = log_probs + draw.to(tl.int64) * source.vocab_size + columns
     tl.store(at, of_tokens, mask=columns < source.vocab_size)
 

@@ -8,7 +8,8 @@ and products by the reciprocal root of the mean of squares, which is known after
 
 Each program has some outputs, with all inputs: nothing is split and added up again. From sm_90 on
 a launch begins while the one before it ends (programmatic dependent launch), and fetches its first
-weights into L2. Every program of such a launch waits before it reads or writes anything else.
+weights into L2, a KB of each row, or 4 KB behind attention, which leaves memory idle. Every program
+of such a launch waits before it reads or writes anything else.
 """
 
 import math
@@ -77,14 +78,16 @@ def skinny(x: torch.Tensor, weight: torch.Tensor, fused: Fused) -> torch.Tensor:
     width = inputs * (1 if fused.beside is None else 2)
     assert weight.shape[1] == width, "matrix and rows do not fit"
     y = x.new_empty(num_rows, outputs, dtype=fused.dtype or x.dtype)
+    lines = triton.cdiv(width * weight.element_size(), 128)
+    fetched = min(triton.next_power_of_2(lines), 32 if fused.fetches_more else 8)
     launch: dict[str, Any] = {"launch_pdl": True} if chip.overlaps else {}
     _skinny[(outputs // blocks.outputs,)](
         x,
         weight,
         y,
         num_rows,
-        fused._replace(gated=tl.constexpr(fused.gated), dtype=None),
-        sizes=_Sizes(*map(tl.constexpr, (inputs, width, outputs))),
+        fused._replace(gated=tl.constexpr(fused.gated), dtype=None, fetches_more=None),
+        sizes=_Sizes(*map(tl.constexpr, (inputs, width, outputs, fetched))),
         blocks=Tiles(*map(tl.constexpr, blocks)),
         overlaps=chip.overlaps,
         num_warps=4,
@@ -99,6 +102,7 @@ class _Sizes(NamedTuple):
     inputs: Any
     columns: Any  # of the matrix
     outputs: Any
+    fetched: Any  # lines of 128 bytes of each row, before the launch ahead ends
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -110,9 +114,9 @@ def _skinny(x, weight, y, num_rows, fused, sizes, blocks, overlaps: tl.constexpr
     up_from: tl.constexpr = sizes.outputs * sizes.columns if fused.gated else 0
     if overlaps:
         gdc_launch_dependents()
-        _prefetch(own, sizes.columns)
+        _prefetch(own, sizes.columns, sizes.fetched)
         if fused.gated:
-            _prefetch(own + up_from, sizes.columns)
+            _prefetch(own + up_from, sizes.columns, sizes.fetched)
         gdc_wait()
     sums, up = _sums(x, fused.norm, own, row, num_rows, fused.eps, sizes.inputs, up_from, blocks)
     if fused.beside is not None:
@@ -158,12 +162,12 @@ def _sums(
     own = weight + column[None, :]
     sums = tl.zeros([blocks.outputs, blocks.rows], tl.float32)
     up = tl.zeros([blocks.outputs, blocks.rows], tl.float32)
-    squares = tl.zeros([blocks.rows], tl.float32)
+    squares = tl.zeros([blocks.rows, blocks.inputs], tl.float32)  # added up once, at the end
     for begin in tl.range(0, inputs, blocks.inputs, num_stages=blocks.stages):
         given = tl.load(rows + begin, mask=(row < num_rows)[:, None], other=0.0)
         if norm is not None:
             exact = given.to(tl.float32)
-            squares += tl.sum(exact * exact, 1)
+            squares += exact * exact
             of_norm = tl.load(norm + begin + column).to(tl.float32)
             given = (exact * of_norm[None, :]).to(given.dtype)
         given = tl.trans(given)
@@ -171,17 +175,17 @@ def _sums(
         if up_from > 0:
             up = tl.dot(tl.load(own + up_from + begin).to(given.dtype), given, up)
     if norm is not None:
-        root = tl.rsqrt(squares / inputs + eps)[None, :]
+        root = tl.rsqrt(tl.sum(squares, 1) / inputs + eps)[None, :]
         sums = sums * root
         up = up * root
     return sums, up
 
 
 @triton.jit
-def _prefetch(rows, columns: tl.constexpr):
-    """Have the first KB of rows of weights, or all, fetched into L2, which nothing waits for."""
+def _prefetch(rows, columns: tl.constexpr, lines: tl.constexpr):
+    """Have the first lines of rows of weights fetched into L2, which nothing waits for."""
     line: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth  # numbers of 128 bytes
-    at = tl.arange(0, 8) * line
+    at = tl.arange(0, lines) * line
     at = tl.minimum(at, columns - 1)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.kernels.sample import log_probs_at, row_scale, summed
+from sglang_smc.kernels.sample import log_probs_at, row_of, summed
 from sglang_smc.kernels.tensors import check_contiguous, contiguous, tiles
 from sglang_smc.smc import fidelity
 from sglang_smc.smc.distribution import TokenDistribution
@@ -145,8 +145,8 @@ def _logs(at, laws, draw, columns, padded_tiles: tl.constexpr):
     """Return log p of tokens, and log q - log p within its bounds."""
     p, p_sums, q, q_sums = laws
     p_row, q_row, _ = _rows_of(at, draw)
-    log_p = log_probs_at(p, p_row, row_scale(p, p_sums, p_row, padded_tiles), columns)
-    log_q = log_probs_at(q, q_row, row_scale(q, q_sums, q_row, padded_tiles), columns)
+    log_p = log_probs_at(p, row_of(p, p_sums, p_row, padded_tiles), columns)
+    log_q = log_probs_at(q, row_of(q, q_sums, q_row, padded_tiles), columns)
     ratio = log_q - log_p
     ratio = tl.where(ratio == ratio, ratio, 0.0)  # the token has mass in neither distribution
     return log_p, tl.minimum(tl.maximum(ratio, -_MOST), _MOST)

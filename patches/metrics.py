@@ -58,7 +58,7 @@ def get_internal_state(
     """Add `smc` to each internal state that /server_info shows.
 
     It has settings, N and K in force, totals since the start, fidelity, memory, costs of rounds if
-    N and K adapt, and requests that run.
+    N and K adapt, what draft layers a server has chosen, and requests that run.
     """
     output = original(scheduler, recv_req)
     if is_smc(scheduler.server_args):
@@ -88,6 +88,7 @@ def _state(scheduler: Scheduler) -> dict[str, Any]:
         "memory": None if table is None else table.as_dict(),
         "costs": None if active.policy is None else active.policy.costs.as_dict(),
         "reason": None if active.policy is None else active.policy.reason,
+        "draft_layers": None if active.layers is None else active.layers(),
         "running": _running(scheduler),
     }
 

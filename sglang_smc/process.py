@@ -37,6 +37,7 @@ class Active:
     memory: Table | None = None  # of `log_memory_report`; None before that
     order_pages: Callable[..., None] | None = None  # of `Handover`; None: 1 slot a page
     begin_transferred: Callable[..., Any] | None = None  # `SMCWorker.begin_transferred`
+    layers: Callable[[], dict[str, Any]] | None = None  # `LayerChoice.as_dict`; None: no choice
     ranks: RankCheck = field(default_factory=RankCheck)
     # The options, behind the arguments that they were read from.
     config: tuple[Arguments, SMCConfig | None] | None = None

@@ -133,6 +133,8 @@ class SMCWorker(WeightUpdates):
         if self.config.adaptive:
             measured = costs.costs_of(self._measure_rounds, get_parallel().tp_group)
             process.active.adapt(self.config, measured)
+        choice = self._round.draft.layer_choice
+        process.active.layers = None if choice is None else choice.as_dict
         process.active.measure = partial(
             memory_of,
             self.config,

@@ -182,7 +182,7 @@ def fused(
     """Run layers in four products each, and attention."""
     for (first, second), (qkv, o, gate_up, down), scales in layers:
         rows = attend(skinny(x, qkv, Fused(norm=first, eps=EPS, scale=scales[0])))
-        x = skinny(rows, o, Fused(residual=x, scale=scales[1]))
+        x = skinny(rows, o, Fused(residual=x, scale=scales[1], fetches_more=True))
         rows = skinny(x, gate_up, Fused(norm=second, eps=EPS, gated=True, scale=scales[2]))
         x = skinny(rows, down, Fused(residual=x, scale=scales[3]))
     return x

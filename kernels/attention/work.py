@@ -1,6 +1,8 @@
 """Split attention into programs."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -53,6 +55,18 @@ def chip_of(device: torch.device) -> Chip:
     found = torch.cuda.get_device_properties(device)
     shared = found.shared_memory_per_block_optin
     return Chip(found.multi_processor_count, shared, overlaps=found.major >= 9)
+
+
+@contextmanager
+def in_order() -> Iterator[None]:
+    """Have each launch begin when the one before it has ended, as kernels are compiled from now."""
+    global chip_of
+    given = chip_of
+    chip_of = lambda device: given(device)._replace(overlaps=False)  # noqa: E731
+    try:
+        yield
+    finally:
+        chip_of = given
 
 
 # By the bytes of an element.

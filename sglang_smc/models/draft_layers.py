@@ -113,12 +113,16 @@ class Int8Rows(LinearMethodBase):
 
 
 def fuse_layers(
-    model: torch.nn.Module, attention: ParticleAttention, skinny: Callable[..., torch.Tensor]
+    model: torch.nn.Module,
+    attention: ParticleAttention,
+    skinny: Callable[..., torch.Tensor],
+    fuses: Callable[[int], bool] | None = None,
 ) -> int:
     """Have all decoder layers of a model on one rank run so in passes of ``attention``, or none.
 
     Args:
         skinny: as `sglang_smc.smc.ops.skinny`.
+        fuses: whether a pass over so many rows is to run so; None: all that ``skinny`` takes.
 
     Returns:
         How many they are; 0 where one has another type, other parts, or sizes that no kernel takes.
@@ -128,7 +132,7 @@ def fuse_layers(
         for method in (one.quant_method for one in _projections(layer)):
             if isinstance(method, Int8Rows):
                 method.skinny = skinny
-        own: Any = DraftLayer(layer, attention, skinny, is_last=layer is layers[-1])
+        own: Any = DraftLayer(layer, attention, skinny, fuses, is_last=layer is layers[-1])
         layer.forward = own.run_pairs if type(layer) is _Midlayer else own.run
     return len(layers)
 
@@ -228,9 +232,11 @@ class DraftLayer:
         layer: Any,
         attention: ParticleAttention,
         skinny: Callable[..., torch.Tensor],
+        fuses: Callable[[int], bool] | None = None,
         *,
         is_last: bool,
     ) -> None:
+        self._fuses = fuses
         self._layer, self._forward = layer, layer.forward
         self._attention, self._skinny, self._is_last = attention, skinny, is_last
         # Layers of 0.5.17, and of heads, return an output and what it is yet to be added to.
@@ -268,8 +274,10 @@ class DraftLayer:
         return self._rest(qkv, hidden_states, positions, forward_batch)
 
     def _is_asked(self, hidden_states: torch.Tensor) -> bool:
-        is_own = get_attn_backend() is self._attention
-        return is_own and 0 < len(hidden_states) <= MOST_SKINNY_ROWS
+        num_rows = len(hidden_states)
+        if get_attn_backend() is not self._attention or not 0 < num_rows <= MOST_SKINNY_ROWS:
+            return False
+        return self._fuses is None or self._fuses(num_rows)
 
     def _product(
         self, nth: int, rows: torch.Tensor, norm: RMSNorm | None = None, **around: Any
@@ -296,7 +304,7 @@ class DraftLayer:
             query, key = apply_qk_norm(q=query, k=key, alt_stream=own.alt_stream, **heads)
         query, key = own.rotary_emb(positions, query, key)
         attended = own.attn(query, key, value, forward_batch)
-        hidden = self._product(1, attended, residual=residual)
+        hidden = self._product(1, attended, residual=residual, fetches_more=True)
         gated = self._product(2, hidden, norm=self._layer.post_attention_layernorm, gated=True)
         is_pair = self._returns_pairs and self._is_last
         output = self._product(3, gated, residual=None if is_pair else hidden)

@@ -4,6 +4,7 @@ from typing import Any
 
 from sglang_smc.kernels import filters, lineage, population, sample
 from sglang_smc.kernels.agreement import same_text, stratify
+from sglang_smc.kernels.attention.work import in_order as in_order
 from sglang_smc.kernels.edits import count_tokens, edit_logits
 from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.reweight import keep, resample_by_weights, reweight_and_resample, tally

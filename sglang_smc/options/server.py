@@ -27,7 +27,7 @@ PROPOSALS = ("draft", "verified")
 RESAMPLE_AT = ("block", "token")
 SELECTIONS = ("sample", "argmax")
 KERNELS = ("auto", "triton", "torch")
-DRAFT_LAYERS = ("sglang", "fused", "fused-int8")
+DRAFT_LAYERS = ("sglang", "fused", "fused-int8", "auto")
 ROUND_GRAPH = ("auto", "on", "off")
 
 EVIDENCE_THRESHOLD = 0.5
@@ -258,7 +258,8 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             one_of(DRAFT_LAYERS),
             "What runs the layers of a draft: 'sglang', or 'fused' kernels, five launches a layer "
             "for up to 64 rows of a draft in bfloat16 on one GPU, or 'fused-int8', which are over "
-            "weights in 8 bits, with its LM head. No GPU has run these yet",
+            "weights in 8 bits, with its LM head. 'auto' compares and times passes at start, and "
+            "fuses those that are faster so. No GPU has run these yet",
             is_key=False,
         ),
     ] = "sglang"

@@ -17,6 +17,7 @@ from sglang_smc.models.recurrent import RecurrentForward
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftContext, DraftProposer
 from sglang_smc.proposers.hidden_states import ReadRecurrent, ReadTarget
+from sglang_smc.proposers.layer_choice import LayerChoice
 from sglang_smc.proposers.ngram import Corpus, UniformDraft, open_corpus
 from sglang_smc.smc.ledger import Ledger
 from sglang_smc.upstream import Arguments
@@ -122,6 +123,9 @@ def assemble(
     else:
         forward_of = ReadTarget if drafter.wants_states else ParticleForward
         passes = forward_of(target.model_runner, ledger.tails, kernels, num_columns)
+    choice = LayerChoice() if config.draft_layers == "auto" else None
+    if choice is not None and skinny is None:
+        choice.leave("others are for drafts in bfloat16 on one GPU, with triton operations")
     context = DraftContext(
         target=target,
         draft=draft,
@@ -131,8 +135,10 @@ def assemble(
         num_particles=config.num_particles,
         num_columns=num_columns,
         skinny=skinny,
+        layer_choice=choice,
     )
     proposer = drafter.build(context)
+    proposer.layer_choice = choice
     if drafter.wants_states:
         passes.reader = proposer
     return passes, proposer

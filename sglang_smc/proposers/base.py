@@ -23,11 +23,12 @@ from sglang_smc.kv.arena import LATE_TOKENS
 from sglang_smc.models import vocabulary
 from sglang_smc.models.attention import Implementation, ParticleAttention
 from sglang_smc.models.chains import Chains
-from sglang_smc.models.draft_layers import fuse_draft
+from sglang_smc.models.draft_layers import fuse_draft, fuse_layers
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.recorder import PassRecording
 from sglang_smc.models.rotary import leave_rotations
 from sglang_smc.proposers.hot_tokens import cut_head, lm_head_of, read_map
+from sglang_smc.proposers.layer_choice import LayerChoice
 from sglang_smc.smc.ledger import Ledger, Slots
 
 
@@ -51,6 +52,7 @@ class DraftContext(NamedTuple):
     num_particles: int  # N of the server
     num_columns: int  # K + 1
     skinny: Callable[..., torch.Tensor] | None  # of a draft's layers; None: SGLang's run
+    layer_choice: LayerChoice | None = None  # which of their passes are fused; None: all
 
     @property
     def vocab_size(self) -> int:
@@ -65,8 +67,14 @@ class DraftContext(NamedTuple):
 
     def fuse(self, forward: ParticleForward) -> None:
         """Fuse the layers of the draft's model where this is asked; ValueError if it cannot be."""
-        if self.skinny is not None:
-            fuse_draft(self.runner.model, forward.attn_backend, self.skinny)
+        if self.skinny is None:
+            return
+        layers = self.runner.model, forward.attn_backend, self.skinny
+        choice = self.layer_choice
+        if choice is None:
+            fuse_draft(*layers)
+        elif not fuse_layers(*layers, choice.fuses):
+            choice.leave("the draft's layers are of no kind and size that can be fused")
 
 
 class DraftProposer(ABC):
@@ -103,6 +111,9 @@ class DraftProposer(ABC):
 
     A draft may be sure of other tokens than the target, which nearly equal chains would all miss.
     """
+
+    layer_choice: LayerChoice | None = None
+    """Which passes run by fused layers, where the server chooses."""
 
     attn_backend: ParticleAttention
     """What its passes attend with; that of `DraftContext.passes` where it has no passes."""

@@ -7,6 +7,8 @@ from sglang.srt.distributed.parallel_state import GroupCoordinator
 
 from sglang_smc.models.recorder import Ranks, Record, cuda_session
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.proposers.layer_choice import PassClock
+from sglang_smc.proposers.layer_trials import trials
 from sglang_smc.round import graph
 from sglang_smc.round.batch import Tables
 from sglang_smc.round.play import ServedRound
@@ -38,6 +40,7 @@ class Server(NamedTuple):
         """
         ranks = Ranks.of(group, self.device)
         if self.config.round_graph != "off":
+            self.choose_layers()
             try:
                 return self._capture_what_fits(ranks)
             except Exception as error:
@@ -46,6 +49,27 @@ class Server(NamedTuple):
         free = ranks.free_bytes
         room = graph.room_of(self.config, vocab_size, free, records=False)
         return Captures(launched=room.launched)
+
+    def choose_layers(self) -> None:
+        """Choose which passes of the draft run by fused layers, where the server is to choose."""
+        draft = self.round.draft
+        choice = draft.layer_choice
+        if choice is None or not choice.is_open:
+            return
+        from sglang_smc.ops.triton_ops import in_order
+
+        with cuda_session(self.device) as session:
+            vocab_size = self.tables.requests.vocab_size
+            passes = trials(
+                choice,
+                draft,
+                self.tables.ledger,
+                self.sizes,
+                vocab_size,
+                record=session.record,
+                in_order=in_order,
+            )
+            choice.make(passes, PassClock(torch.get_device_module(self.device).synchronize))
 
     def _capture_what_fits(self, ranks: Ranks) -> Captures:
         """Capture rounds; if memory runs out, start again with a smaller part of it.

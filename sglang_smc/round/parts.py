@@ -103,13 +103,15 @@ def skinny_for(
 
     Rows are multiplied by a norm's weights before they are normalized, which float16 may not hold.
 
-    Raises ValueError where the layers cannot be fused as asked.
+    Raises ValueError where the layers cannot be fused as asked; `auto` asks for nothing.
     """
     if config.draft_layers == "sglang":
         return None
     device, dtype = (draft.model_runner.device, draft.model_runner.dtype) if draft else ("", None)
     given = (ops.kind, device, dtype, get_parallel().tp_size)
     if given != ("triton", "cuda", torch.bfloat16, 1):
+        if config.draft_layers == "auto":
+            return None
         raise ValueError(
             f"--speculative-smc-draft-layers is {config.draft_layers!r}, with "
             + (f"a draft in {dtype} on {device}" if draft else "no draft")

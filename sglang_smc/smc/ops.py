@@ -65,6 +65,7 @@ class Fused(NamedTuple):
     residual: torch.Tensor | None = None  # [M, O] added last
     gated: bool = False  # whether the result is SiLU of the first products, times the others
     dtype: torch.dtype | None = None  # of the result; None: as the rows
+    fetches_more: bool = False  # whether memory idles before, so that more is fetched ahead
 
 
 def skinny(x: torch.Tensor, weight: torch.Tensor, fused: Fused) -> torch.Tensor:

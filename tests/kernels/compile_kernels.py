@@ -12,9 +12,7 @@ which are launched here.
 
 import json
 import math
-import re
 import sys
-import tempfile
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
@@ -24,9 +22,8 @@ import fake_cuda
 import pytest
 import torch
 from compile_sizes import CHIPS, LLAMA, OTHERS, Layer, Sizes
-from programs import printed
+from machine_code import DEAREST, instructions_of_unit, resources
 from torch.utils._pytree import tree_map_only
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, MockTensor
@@ -159,12 +156,12 @@ def _products(sizes: Sizes) -> None:
     product(qkv, hidden, norm=norm)
     product(qkv, hidden, norm=norm, bias=torch.empty(qkv, dtype=sizes.dtype))
     product(qkv, hidden, 2 * hidden, norm=norm, beside=x, beside_norm=norm)
-    product(hidden, hidden, residual=x)
+    product(hidden, hidden, residual=x, fetches_more=True)
     product(2 * wide, hidden, norm=norm, gated=True)
     product(hidden, wide, residual=x)
     small = {"scale": torch.empty(4 * wide), "kind": torch.int8}
     product(qkv, hidden, norm=norm, **small)
-    product(hidden, hidden, residual=x, **small)
+    product(hidden, hidden, residual=x, fetches_more=True, **small)
     product(2 * wide, hidden, norm=norm, gated=True, **small)
     product(hidden, wide, residual=x, **small)
     product(128_256, hidden, dtype=torch.float32, **small)
@@ -218,31 +215,24 @@ class Compiler:
         print(json.dumps(self._facts(function, kernel)), flush=True)
 
     def _facts(self, function: JITFunction, kernel: Any) -> dict[str, Any]:
+        name = self.name_of(function)
+        cubin = kernel.asm["cubin"]
+        is_counted = name in DEAREST and self.sizes == LLAMA
+        warps = kernel.metadata.num_warps
         return {
-            "kernel": self.name_of(function),
+            "kernel": name,
             "sizes": f"{self.sizes.models}, G = {self.sizes.groups}, N = {self.sizes.particles}",
             "dtype": str(self.sizes.dtype).removeprefix("torch."),
             "capability": kernel.metadata.target.arch,
-            "warps": kernel.metadata.num_warps,
+            "warps": warps,
             "shared": kernel.metadata.shared,
-            "bytes": len(kernel.asm["cubin"]),
+            "bytes": len(cubin),
+            "instructions": instructions_of_unit(name, cubin, warps) if is_counted else None,
             "tensor_columns": kernel.metadata.tmem_size,
             # What begins before the launch ahead of it ends has to wait for that.
             "waits": kernel.metadata.launch_pdl == ("griddepcontrol.wait" in kernel.asm["ptx"]),
-            **resources(kernel.asm["cubin"]),
+            **resources(cubin),
         }
-
-
-def resources(cubin: bytes) -> dict[str, int]:
-    """Registers and bytes of stack of each thread; registers that spill stand on the stack."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        told = printed(knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", told)
-    assert found, told
-    registers, stack, local = map(int, found.groups())
-    return {"registers": registers, "stack": stack + local}
 
 
 def main(arguments: list[str]) -> None:

@@ -48,6 +48,16 @@ GPUS = {
 MOST_STACK = 8
 #: Bytes of machine code of a kernel of verification, for any number of columns.
 MOST_OF_VERIFICATION = 150_000
+#: The kernels of verification, by file.
+VERIFICATION = ("tree.", "shares.", "verify.")
+#: Warp instructions of the four dearest kernels for a unit of their work (`machine_code.DEAREST`):
+#: of the cheapest variant, and of the one with all filters.
+MOST_INSTRUCTIONS = {
+    "shares._read_nodes": (8.0, 9.5),
+    "shares._add_up_residual": (3.6, 5.0),
+    "sample._sum_tile": (1.1, 1.8),
+    "shares._share_out": (5_600.0, 5_600.0),
+}
 BY_DEFAULT = "90"
 AT_ALL_SIZES = ("--all", "80", "-86", "-89", "90", "-100", "-120")
 
@@ -109,12 +119,17 @@ def test_kernels_compile_fit_and_run_side_by_side(capability: int, compiled: Com
     spilled = SPILLED[compiled.of].get(capability, 0) * (compiled.asked == AT_ALL_SIZES)
     stack = max(MOST_STACK, spilled)
     assert [one for one in found if one["stack"] > stack or one["shared"] > most] == []
-    verification = [one for one in found if one["kernel"].startswith("verify.")]
+    verification = [one for one in found if one["kernel"].startswith(VERIFICATION)]
     assert [one for one in verification if one["bytes"] > MOST_OF_VERIFICATION] == []
     attention = [one for one in found if one["kernel"].endswith("._attend_spans")]
     products = [one for one in found if one["kernel"] == "skinny._skinny"]
     assert products and [one for one in products if one["stack"] > 0] == []
     assert [one for one in found if not one["waits"]] == []
+    if str(capability) in compiled.asked:
+        for name, (of_cheapest, of_dearest) in MOST_INSTRUCTIONS.items():
+            of_name = [one for one in found if one["kernel"] == name]
+            counts = [one["instructions"] for one in of_name if one["instructions"]]
+            assert min(counts) <= of_cheapest and max(counts) <= of_dearest, (name, counts)
     in_half = [one for one in attention if one["dtype"] != "float32"]
     assert in_half
     assert [kernel for kernel in attention if kernel["stack"] > spilled] == []

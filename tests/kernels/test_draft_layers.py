@@ -267,6 +267,7 @@ def test_layers_are_fused_for_drafts_in_bfloat16_on_one_gpu_if_asked(
         said, worker = "no draft", None
     with pytest.raises(ValueError, match=said):
         parts.skinny_for(fused, ops, worker)
+    assert parts.skinny_for(SMCConfig(draft_layers="auto"), ops, worker) is None
 
 
 # --- Norms that SGLang's class of EAGLE-3 heads has not

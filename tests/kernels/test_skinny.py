@@ -93,3 +93,11 @@ def test_other_sizes_are_refused(sizes: tuple[int, int, int]) -> None:
     num_rows, outputs, inputs = sizes
     with pytest.raises(ValueError, match=f"^{num_rows} rows of {inputs} inputs and {outputs} outp"):
         kernel.skinny(torch.zeros(num_rows, inputs), torch.zeros(outputs, inputs), Fused())
+
+
+def test_launches_wait_where_they_are_to_run_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    monkeypatch.setattr(work, "chip_of", lambda _: work.H100)
+    with work.in_order():
+        assert not work.chip_of(device).overlaps
+    assert work.chip_of(device) is work.H100
