@@ -41,6 +41,8 @@ AGREED: Listed = {
     "state/metrics.py": {"Monitor.__init__: time.monotonic"},
     "state/fidelity.py": {"FidelityWindows.__init__: time.monotonic"},
     "server/routes.py": {"with_logprobs: time.time"},
+    # Layers are fused on servers of one rank alone.
+    "proposers/layer_choice.py": {"PassClock: time.perf_counter"},
     # The first rank's potentials alone are asked, and what came of it is broadcast.
     "potentials/runner.py": {
         "PotentialRunner.__init__: time.monotonic",
@@ -125,8 +127,8 @@ LISTED: Listed = {
     "patches/weights.py": {"unlink"},
     # What the same command left, read as weights alone.
     "tools/sglang_smc_tools/distill/train.py": {"torch.load"},
-    # The draft's checkpoint, which the server's owner names: weights alone, and its config.json.
-    "drafts/checkpoint.py": {"torch.load"},
+    # The draft's checkpoint, which the server's owner names: weights alone, and its JSON files.
+    "drafts/checkpoint.py": {"torch.load", "read_text"},
     "models/draft_config.py": {"read_text"},
     # The file of --speculative-smc-presets, which the server's owner names.
     "server/presets.py": {"read_text"},
@@ -154,6 +156,8 @@ OWN_TEXTS: Listed = {
     "models/vocabulary.py": {"error"},  # a draft's tokenizer cannot be read
     "process.py": {"memory.as_text()", "memory.advice"},
     "options/policy.py": {"self.reason"},  # numbers
+    "proposers/layer_choice.py": {"reason", "self.as_dict()['passes']"},  # numbers
+    "cpu/quantized.py": {"path", "method", "dtype"},  # of a checkpoint
     "round/costs.py": {"found.as_dict()"},
     "ops/check.py": {"problem", "FLAG"},  # of a kernel's check
     "potentials/runner.py": {"self._stopped"},  # the operator's name for a potential
