@@ -45,6 +45,7 @@ COMMON = {
     "context_length": 1024,
     "max_running_requests": CHATS,
     "log_level": "error",
+    "sleep_on_idle": True,  # while others play
 }
 #: KV slots: of all chats to their ends and more, and of about two thirds of them.
 POOLS = {"roomy": 12_000, "tight": 4_600}
