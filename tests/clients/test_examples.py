@@ -109,6 +109,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     outputs = {cell.id: cell.get("outputs", []) for cell in notebook.cells}
     texts = {name: "".join(one.get("text", "") for one in of) for name, of in outputs.items()}
     assert texts["asked"].count("####") == 2 and texts["voted"].startswith("[('")
+    assert texts["power"].startswith("[('"), "the vote of a power's particles"
     assert "Particles(8" in outputs["shown"][0]["data"]["text/plain"]
     assert "image/png" in outputs["plotted"][0]["data"]
     assert "<canvas" in (tmp_path / "p").read_text()
