@@ -4,11 +4,13 @@ import argparse
 import json
 import math
 import random
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import study
 from conformance import run
 from conformance.checks import sampling
 from conformance.checks.registry import CHECKS, FeatureCheck
@@ -119,3 +121,19 @@ def test_a_run_continues_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     assert table[2:] == ["| first | ✓ | refused |", "| second | ✓ | refused |"]
     assert "other, first: refused: at start: no head" in run.reasons_of(columns)
     assert json.loads((tmp_path / "other-base.jsonl").read_text().splitlines()[1])
+
+
+def test_readme_counts_what_was_found() -> None:
+    """How many features have which verdict, by server, as the last published run has it."""
+    folder = study.PUBLISHED / "conformance"
+    expected = []
+    for engine in run.ENGINES:
+        found: Counter[str] = Counter()
+        for variant in run.VARIANTS:
+            entries = study.whole_lines(
+                folder / f"{study.slug_of(f'{engine.slug} {variant}')}.jsonl"
+            )
+            found.update(entry["verdict"] for entry in entries[1:])
+        counts = " | ".join(str(found[verdict]) for verdict in ("ok", "refused", "wrong"))
+        expected.append(f"| {engine.name} | {counts} |")
+    assert "\n".join(expected) in (study.REPOSITORY / "README.md").read_text()
