@@ -18,8 +18,11 @@ from study import REPOSITORY, BenchError
 
 MIB = 1 << 20
 MOST_CARRIED = 64 * MIB
-#: Drafts and reward models of the shipped pair that no stage loads.
-UNREAD = tuple(f"bench/pair/{name}/" for name in ("dflash", "dspark", "mtp", "reward", "tuned"))
+#: Drafts and reward models of the shipped pair, and answers, that no stage loads.
+UNREAD = (
+    *(f"bench/pair/{name}/" for name in ("dflash", "dspark", "mtp", "reward", "tuned")),
+    "bench/results/power/answers/",
+)
 #: Ignored by git: SGLang's wheels or payload, and kernels that other machines compiled.
 SITE = ".sg"
 COMMIT = f"{SITE}/commit.txt"
