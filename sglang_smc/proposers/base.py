@@ -8,6 +8,7 @@ on as particles are resampled. So resampling, cuts and emission need no calls to
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -69,11 +70,12 @@ class DraftContext(NamedTuple):
         """Fuse the layers of the draft's model where this is asked; ValueError if it cannot be."""
         if self.skinny is None:
             return
-        layers = self.runner.model, forward.attn_backend, self.skinny
+        model = self.runner.model
+        attention = forward.attn_backend
         choice = self.layer_choice
         if choice is None:
-            fuse_draft(*layers)
-        elif not fuse_layers(*layers, choice.fuses):
+            fuse_draft(model, attention, self.skinny)
+        elif not fuse_layers(model, attention, self.skinny, choice.fuses):
             choice.leave("the draft's layers are of no kind and size that can be fused")
 
 
@@ -297,8 +299,9 @@ class LanguageModel(DraftProposer):
         self.forward.write_keys(chains._replace(tokens=self._readable(chains.tokens)))
 
     def recorded(self, recording: PassRecording) -> DraftProposer:
-        forward = recording.of(self.forward, "next_logits", (2, 1))
-        return LanguageModel(forward, self._runner, self._missing, self._hot)
+        recorded = copy(self)
+        recorded.forward = recording.of(self.forward, "next_logits", (2, 1))
+        return recorded
 
     def read_prompts(
         self, batch: ScheduleBatch, target: ForwardBatch, states: torch.Tensor | None

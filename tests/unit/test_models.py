@@ -25,6 +25,7 @@ from sglang_smc.proposers.assembly import connect
 from sglang_smc.proposers.base import DraftSlots, LanguageModel, to_full_vocabulary
 from sglang_smc.proposers.dflash import load_hot, mask_token
 from sglang_smc.proposers.hot_tokens import cut_head, read_map
+from sglang_smc.proposers.layer_choice import LayerChoice
 from sglang_smc.round.costs import rehearse
 from sglang_smc.smc.ledger import Ledger
 
@@ -597,7 +598,11 @@ def test_frequent_tokens_get_their_places(num_missing: int, behind: int) -> None
     """Three logits for two tokens: two ranks have as many rows each."""
     draft = padded(3, num_missing, hot=torch.tensor([1, 0]))
     as_it_is: Any = SimpleNamespace(of=lambda forward, *_: forward)
-    logits = draft.recorded(as_it_is).next_logits(0, torch.tensor([[1]]), SLOTS)
+    draft.layer_choice = LayerChoice()
+    recorded = draft.recorded(as_it_is)
+    assert isinstance(recorded, LanguageModel) and recorded is not draft
+    assert recorded.layer_choice is draft.layer_choice, "what a server chose is told"
+    logits = recorded.next_logits(0, torch.tensor([[1]]), SLOTS)
     assert logits.tolist() == [[[4, 3, *[-torch.inf] * (1 + behind)]]]
 
 
