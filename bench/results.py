@@ -35,9 +35,14 @@ def over_rounds(meta_infos: Sequence[Mapping[str, Any]], key: str, per: str) -> 
 
 def tokens_a_pass(meta_infos: Sequence[Mapping[str, Any]]) -> Interval:
     """Return the tokens per target pass, without prefill and its token; 1 of plain decoding."""
+    return ratio(*tokens_and_passes(meta_infos))
+
+
+def tokens_and_passes(meta_infos: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return each answer's tokens after the first, and its target passes after prefill, ``[n]``."""
     tokens = [info["completion_tokens"] - 1 for info in meta_infos]
     passes = [info.get("spec_verify_ct") or n for info, n in zip(meta_infos, tokens, strict=True)]
-    return ratio(np.array(tokens, dtype=float), np.array(passes, dtype=float))
+    return np.array(tokens, dtype=float), np.array(passes, dtype=float)
 
 
 def by_temperature(rows: Iterable[Any]) -> dict[str, list[Any]]:

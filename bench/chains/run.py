@@ -21,7 +21,14 @@ from answers import COMMON, Cell, Record, Reply, Study, about, grade
 from drafts.run import NUM_STEPS, TARGET
 from fidelity.run import EXACT, SMC_ENGINE
 from intervals import Interval, paired_ratio_of_ratios, wilson
-from results import Report, by_temperature, interval_cell, table, tokens_a_pass
+from results import (
+    Report,
+    by_temperature,
+    interval_cell,
+    table,
+    tokens_a_pass,
+    tokens_and_passes,
+)
 
 # --- Cells
 
@@ -96,7 +103,7 @@ def rows_of(
 
     def times(some: Sequence[Record], other: ChainCell) -> Interval | None:
         there = found.get(other)
-        return there and paired_ratio_of_ratios(_sums(some), _sums(there))
+        return there and paired_ratio_of_ratios(_counts(some), _counts(there))
 
     return [
         ChainRow(
@@ -114,12 +121,9 @@ def rows_of(
     ]
 
 
-def _sums(found: Sequence[Record]) -> tuple[np.ndarray, np.ndarray]:
-    """Return each answer's tokens after the first and its target passes, ``[n]``, by problem."""
-    infos = [one.info for one in found]
-    tokens = [info["completion_tokens"] - 1 for info in infos]
-    passes = [info["spec_verify_ct"] for info in infos]
-    return np.array(tokens, dtype=float), np.array(passes, dtype=float)
+def _counts(found: Sequence[Record]) -> tuple[np.ndarray, np.ndarray]:
+    """Return each answer's tokens and target passes; see `tokens_and_passes`."""
+    return tokens_and_passes([one.info for one in found])
 
 
 COLUMNS: dict[str, Callable[[ChainRow], str]] = {

@@ -182,7 +182,8 @@ def now(results: Results, name: str, batch: int) -> float:
 
 def in_fp8(results: Results, name: str, batch: int) -> float:
     """Return that of a target in FP8, whose draft is as it was."""
-    count, rows = SHAPES[name].rows, PassRows(batch, 1, CONTEXT)
+    count = SHAPES[name].rows
+    rows = PassRows(batch, 1, CONTEXT)
     wide, narrow = (
         forward("verify", target, rows, count, count).seconds(device)
         for target, device in ((TARGET, H200), (replace(TARGET, weight_bytes=1.0), IN_FP8))

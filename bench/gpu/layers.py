@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch.nn import functional
@@ -233,14 +232,14 @@ def capture_kinds(layers: list[LayerWeights], attend: Attend, x: torch.Tensor) -
         "stock": captured(partial(stock, layers, attend), x),
         "dequantized": captured(partial(stock, list(map(dequantized, small)), attend), x),
     }
-    skinny, in_order = TORCH.skinny, contextlib.nullcontext()
+    skinny = TORCH.skinny
+    waiting = contextlib.nullcontext()
     if DEVICE == "cuda":
-        from sglang_smc.kernels.attention import work
-        from sglang_smc.ops.triton_ops import TRITON
+        from sglang_smc.ops import triton_ops
 
-        skinny, chip = TRITON.skinny, work.chip_of(x.device)._replace(overlaps=False)
-        in_order = mock.patch.object(work, "chip_of", lambda _: chip)
-    with in_order:
+        skinny = triton_ops.TRITON.skinny
+        waiting = triton_ops.in_order()
+    with waiting:
         kinds["fused"] = captured(partial(fused, skinny, layers, attend), x)
     kinds["overlapped"] = captured(partial(fused, skinny, layers, attend), x)
     kinds["int8"] = captured(partial(fused, skinny, small, attend), x)

@@ -35,6 +35,7 @@ from results import (
     number_cell,
     table,
     tokens_a_pass,
+    tokens_and_passes,
 )
 from study import PUBLISHED, BenchError, Log, bar, code_fingerprint, copy
 
@@ -287,10 +288,7 @@ def _row(
 
 def _sums(found: Sequence[Yielded]) -> tuple[np.ndarray, np.ndarray]:
     """Return each answer's tokens after the first and target passes, ``[n]``, by prompt."""
-    ordered = sorted(found, key=lambda one: one.index)
-    pairs = [(i["completion_tokens"] - 1, i["spec_verify_ct"]) for i in infos(ordered)]
-    tokens, passes = np.array(pairs, dtype=float).T
-    return tokens, passes
+    return tokens_and_passes(infos(sorted(found, key=lambda one: one.index)))
 
 
 COLUMNS: dict[str, Callable[[RealRow], str]] = {

@@ -393,7 +393,8 @@ def _mask_problems(config: ModelConfig) -> Iterator[str]:
     if saved.get("per_position"):
         yield f"has a {name} of one embedding for each position"
         return
-    token, width = mask_token(config), saved["embedding"].numel()
+    token = mask_token(config)
+    width = saved["embedding"].numel()
     if saved["mask_token_id"] != token:
         yield f"has a {name} for token {saved['mask_token_id']}, and mask_token_id is {token}"
     if width != config.hidden_size:

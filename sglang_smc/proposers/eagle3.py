@@ -34,7 +34,6 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from sglang_smc.drafts import kinds
 from sglang_smc.drafts.formats import EAGLE3_LAYERS
-from sglang_smc.kv.sizes import tensor_bytes
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.models.attention import KeysWritten
 from sglang_smc.models.chains import Chains, MergedRows
@@ -267,7 +266,7 @@ class EagleHead(DraftProposer):
 
     @property
     def state_bytes(self) -> int:
-        return tensor_bytes((self._table.states, self._table.readers))
+        return self._table.num_bytes
 
     @property
     def late_tokens(self) -> int:

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
+from sglang_smc.kv.sizes import tensor_bytes
 from sglang_smc.models.attention import seed_tail, slots_before
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
@@ -101,6 +102,11 @@ class StateTable(NamedTuple):
         readers = torch.zeros_like(ledger.rank).long()
         tokens, unread, ends = (readers.new_zeros(num_rows * size) for size in (ring, 1, 1))
         return cls(states, readers, ledger.tails, num_columns, tokens, unread, ends)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of states, and of which slot has which."""
+        return tensor_bytes((self.states, self.readers))
 
     def before(self, starts: torch.Tensor, particle_rows: torch.Tensor) -> torch.Tensor:
         """Return the hidden states ``[G, N, F]`` of the tokens before ``starts`` ``[G, N]``."""

@@ -35,7 +35,7 @@ _TURNS = 5
 
 
 class PassClock(NamedTuple):
-    """What passes are timed by."""
+    """Times passes."""
 
     wait: Callable[[], None]  # until the device has done all that was launched
     now: Callable[[], float] = time.perf_counter  # seconds

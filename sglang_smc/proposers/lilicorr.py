@@ -18,7 +18,6 @@ from torch.nn.functional import normalize, silu
 
 from sglang_smc import upstream
 from sglang_smc.drafts import formats
-from sglang_smc.kv.sizes import tensor_bytes
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.models.chains import Chains
 from sglang_smc.proposers.base import DraftContext, DraftSlots
@@ -98,7 +97,7 @@ class LiLiCorrHead(BlockHead):
 
     @property
     def state_bytes(self) -> int:
-        return tensor_bytes((self._table.states, self._table.readers))
+        return self._table.num_bytes
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Find the states before the blocks, and run these; see `BlockHead.first_logits`."""
