@@ -94,9 +94,10 @@ def test_a_stop_string_is_cut_wherever_parts_of_an_answer_leave(server: Server) 
         stops = [text[place - before :][:8] for place in places for before in range(8)]
         stopped = [asked(smc, max_new_tokens=110, temperature=0.0, stop=stop) for stop in stops]
         answers = server.generate(stopped)
-        for stop, request, answer in zip(stops, stopped, answers, strict=True):
+        for stop, answer in zip(stops, answers, strict=True):
             assert answer["meta_info"]["finish_reason"].get("matched") == stop
             assert answer["text"] == text[: text.find(stop)]
+        for request, answer in list(zip(stopped, answers, strict=True))[::3]:
             with server.stream(**request) as stream:
                 *_, last = each = list(stream)
             assert last["text"] == answer["text"]

@@ -12,6 +12,7 @@ engine nothing runs: a request is not validated as it comes, and its answer is t
         assert reply.num_retractions == 1
 """
 
+import gc
 import pickle
 import random
 import time
@@ -339,6 +340,9 @@ def running(*, overlap: bool = False, **arguments: Any) -> Iterator[Server]:
         arguments: over `ENGINE_DEFAULTS`.
     """
     load_plugins()
+    # SGLang collects garbage thrice a scheduler: what it has imported need not be looked at again.
+    gc.collect()
+    gc.freeze()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         for name, value in {**STRICT_CHECKS, CPU_OVERLAP_ENV: str(int(overlap))}.items():
             patch.setenv(name, value)
