@@ -11,14 +11,13 @@ still draws from exactly that distribution (docs/algorithm.md, "Less variance at
 (Systematic resampling does the same to ancestors; Chopin and Papaspiliopoulos 2020, section 9.7.)
 """
 
+from collections.abc import Callable
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-_INCREMENT = 0x9E3779B97F4A7C15 - (1 << 64)  # the odd constants as signed 64-bit numbers
-_MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
 _MANTISSA_BITS = 53
 
 
@@ -44,10 +43,12 @@ def uniforms(
         seeds, positions, particles: int64 tensors that broadcast against each other;
             a position is the index of the output token that the number decides.
     """
-    state = mix(seeds ^ _signed(int(purpose) * _INCREMENT))
-    state = mix(state ^ (positions * _INCREMENT))
-    state = mix(state ^ (particles * _INCREMENT))
-    return _shift_right(state, 64 - _MANTISSA_BITS).double() * 2.0**-_MANTISSA_BITS
+    state, *keys = map(_words, (seeds, positions, particles))
+    by = _constants_for(state)
+    state = _mixed(state ^ by.purposes[purpose])
+    for key in keys:
+        state = _mixed(state ^ (key * by.increment))
+    return _numbers(_shift_right(state, 64 - _MANTISSA_BITS)).double() * 2.0**-_MANTISSA_BITS
 
 
 def particle_uniforms(
@@ -70,29 +71,47 @@ def round_seeds(seeds: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     A round may drop columns that it has scored. The next round drafts those positions again, and
     must not reuse the numbers that decided where this one stopped.
     """
-    return mix(mix(seeds) ^ (starts * _INCREMENT))
+    state = _mixed(_words(seeds))
+    return _numbers(_mixed(state ^ (_words(starts) * _constants_for(state).increment)))
 
 
 def mix(state: torch.Tensor) -> torch.Tensor:
     """Apply SplitMix64's finaliser to int64; products wrap around as unsigned ones do."""
-    # On a CPU NumPy's calls take a third of the time; its scalars do not wrap.
-    mixed: Any = state.numpy() if state.device.type == "cpu" and state.dim() else state
-    mixed = mixed + _INCREMENT
-    mixed = (mixed ^ _shift_right(mixed, 30)) * _MULTIPLIER_1
-    mixed = (mixed ^ _shift_right(mixed, 27)) * _MULTIPLIER_2
-    return torch.as_tensor(mixed ^ _shift_right(mixed, 31))
+    return _numbers(_mixed(_words(state)))
 
 
-def _shift_right(state: Any, bits: int) -> Any:
+def _words(numbers: torch.Tensor) -> Any:
+    """Return what is hashed: on a CPU NumPy's uint64, whose calls take a third of the time."""
+    if numbers.device.type != "cpu":
+        return numbers
+    return np.atleast_1d(numbers.numpy()).view(np.uint64)  # its scalars do not wrap
+
+
+def _numbers(words: Any) -> torch.Tensor:
+    """Return words as a tensor, int64."""
+    return torch.from_numpy(words.view(np.int64)) if isinstance(words, np.ndarray) else words
+
+
+def _mixed(words: Any) -> Any:
+    by = _constants_for(words)
+    words = words + by.increment
+    words = (words ^ _shift_right(words, 30)) * by.multiplier_1
+    words = (words ^ _shift_right(words, 27)) * by.multiplier_2
+    return words ^ _shift_right(words, 31)
+
+
+def _shift_right(words: Any, bits: int) -> Any:
     """Shift right without the sign bit, which torch's own shift keeps."""
-    return (state >> bits) & ((1 << (64 - bits)) - 1)
+    if isinstance(words, np.ndarray):
+        return words >> bits
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def derive_seed(seed: int, *keys: int) -> int:
     """Return a seed in ``[0, 2^63)`` for each (seed, keys), on the host."""
     state = torch.tensor(_signed(seed))
     for key in keys:
-        state = mix(state ^ (torch.tensor(_signed(key)) * _INCREMENT))
+        state = mix(state ^ (torch.tensor(_signed(key)) * _OF_TENSORS.increment))
     return int(_shift_right(mix(state), 1))
 
 
@@ -100,6 +119,30 @@ def _signed(number: int) -> int:
     """Return the low 64 bits of any integer as a signed number, as torch stores them."""
     low = number & ((1 << 64) - 1)
     return low - (1 << 64) if low >> 63 else low
+
+
+class _Constants(NamedTuple):
+    """The odd constants of the hash, as numbers that multiply words."""
+
+    increment: Any
+    multiplier_1: Any
+    multiplier_2: Any
+    purposes: tuple[Any, ...]  # by `Purpose`
+
+    @classmethod
+    def of(cls, kind: Callable[[int], Any]) -> "_Constants":
+        """Return them as ``kind`` has the low 64 bits of an integer."""
+        increment = 0x9E3779B97F4A7C15
+        purposes = tuple(kind(purpose * increment) for purpose in range(len(Purpose) + 1))
+        return cls(kind(increment), kind(0xBF58476D1CE4E5B9), kind(0x94D049BB133111EB), purposes)
+
+
+_OF_TENSORS = _Constants.of(_signed)
+_OF_ARRAYS = _Constants.of(lambda number: np.uint64(number & ((1 << 64) - 1)))
+
+
+def _constants_for(words: Any) -> _Constants:
+    return _OF_ARRAYS if isinstance(words, np.ndarray) else _OF_TENSORS
 
 
 def same_text(
