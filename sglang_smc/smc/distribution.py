@@ -288,10 +288,9 @@ def sample(
 
 def _find(through: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return the first index at which cumulative mass ``[D, J]`` exceeds a target ``[D]``."""
-    below = (through <= target.unsqueeze(1)).sum(1)
     # The first index that reaches the total is the last of positive mass.
-    last = (through < through[:, -1:]).sum(1)
-    return torch.minimum(below, last)
+    is_before = (through <= target.unsqueeze(1)) & (through < through[:, -1:])
+    return is_before.sum(1)
 
 
 def of_each_draw(of_groups: torch.Tensor, num_draws: int) -> torch.Tensor:
