@@ -295,4 +295,6 @@ def _find(through: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def of_each_draw(of_groups: torch.Tensor, num_draws: int) -> torch.Tensor:
     """Repeat each group's value for its draws: ``[G]`` to ``[D]``, D / G draws per group."""
+    if len(of_groups) == num_draws:
+        return of_groups
     return of_groups.unsqueeze(1).expand(-1, num_draws // len(of_groups)).flatten()
