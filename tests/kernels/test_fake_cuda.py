@@ -49,7 +49,7 @@ ROUNDS: dict[str, tuple[SMCConfig, dict[str, Any], int, float, float]] = {
     "shown, filtered": (SMCConfig(), SHOWN_FILTERED, 218, 76, 81),
     "exact, shown": (EXACT, SHOWN, 194, 81, 115),
     "greedy": (EXACT, GREEDY, 207, 34, 64),
-    "off": (without_drafts(SMCConfig()), {"budget": OFF, **FILTERS}, 61, 1, 0.8),
+    "off": (without_drafts(SMCConfig()), {"budget": OFF, **FILTERS}, 57, 1, 0.8),
     "anything": (SMCConfig(), ANYTHING, 395, 124, 121),
 }
 
