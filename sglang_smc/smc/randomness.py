@@ -11,13 +11,16 @@ still draws from exactly that distribution (docs/algorithm.md, "Less variance at
 (Systematic resampling does the same to ancestors; Chopin and Papaspiliopoulos 2020, section 9.7.)
 """
 
-from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import torch
 
+_INCREMENT = 0x9E3779B97F4A7C15
+_MULTIPLIER_1 = 0xBF58476D1CE4E5B9
+_MULTIPLIER_2 = 0x94D049BB133111EB
 _MANTISSA_BITS = 53
 
 
@@ -44,10 +47,9 @@ def uniforms(
             a position is the index of the output token that the number decides.
     """
     state, *keys = map(_words, (seeds, positions, particles))
-    by = _constants_for(state)
-    state = _mixed(state ^ by.purposes[purpose])
+    state = _mixed(state ^ _beside(type(state), int(purpose) * _INCREMENT))
     for key in keys:
-        state = _mixed(state ^ (key * by.increment))
+        state = _mixed(state ^ (key * _beside(type(key), _INCREMENT)))
     return _numbers(_shift_right(state, 64 - _MANTISSA_BITS)).double() * 2.0**-_MANTISSA_BITS
 
 
@@ -71,8 +73,9 @@ def round_seeds(seeds: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     A round may drop columns that it has scored. The next round drafts those positions again, and
     must not reuse the numbers that decided where this one stopped.
     """
+    keys = _words(starts)
     state = _mixed(_words(seeds))
-    return _numbers(_mixed(state ^ (_words(starts) * _constants_for(state).increment)))
+    return _numbers(_mixed(state ^ (keys * _beside(type(keys), _INCREMENT))))
 
 
 def mix(state: torch.Tensor) -> torch.Tensor:
@@ -93,10 +96,10 @@ def _numbers(words: Any) -> torch.Tensor:
 
 
 def _mixed(words: Any) -> Any:
-    by = _constants_for(words)
-    words = words + by.increment
-    words = (words ^ _shift_right(words, 30)) * by.multiplier_1
-    words = (words ^ _shift_right(words, 27)) * by.multiplier_2
+    number = partial(_beside, type(words))
+    words = words + number(_INCREMENT)
+    words = (words ^ _shift_right(words, 30)) * number(_MULTIPLIER_1)
+    words = (words ^ _shift_right(words, 27)) * number(_MULTIPLIER_2)
     return words ^ _shift_right(words, 31)
 
 
@@ -107,11 +110,17 @@ def _shift_right(words: Any, bits: int) -> Any:
     return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
+@cache
+def _beside(kind: type, number: int) -> Any:
+    """Return the low 64 bits of a number as they stand beside words of a ``kind``."""
+    return np.uint64(number & ((1 << 64) - 1)) if kind is np.ndarray else _signed(number)
+
+
 def derive_seed(seed: int, *keys: int) -> int:
     """Return a seed in ``[0, 2^63)`` for each (seed, keys), on the host."""
     state = torch.tensor(_signed(seed))
     for key in keys:
-        state = mix(state ^ (torch.tensor(_signed(key)) * _OF_TENSORS.increment))
+        state = mix(state ^ (torch.tensor(_signed(key)) * _signed(_INCREMENT)))
     return int(_shift_right(mix(state), 1))
 
 
@@ -119,30 +128,6 @@ def _signed(number: int) -> int:
     """Return the low 64 bits of any integer as a signed number, as torch stores them."""
     low = number & ((1 << 64) - 1)
     return low - (1 << 64) if low >> 63 else low
-
-
-class _Constants(NamedTuple):
-    """The odd constants of the hash, as numbers that multiply words."""
-
-    increment: Any
-    multiplier_1: Any
-    multiplier_2: Any
-    purposes: tuple[Any, ...]  # by `Purpose`
-
-    @classmethod
-    def of(cls, kind: Callable[[int], Any]) -> "_Constants":
-        """Return them as ``kind`` has the low 64 bits of an integer."""
-        increment = 0x9E3779B97F4A7C15
-        purposes = tuple(kind(purpose * increment) for purpose in range(len(Purpose) + 1))
-        return cls(kind(increment), kind(0xBF58476D1CE4E5B9), kind(0x94D049BB133111EB), purposes)
-
-
-_OF_TENSORS = _Constants.of(_signed)
-_OF_ARRAYS = _Constants.of(lambda number: np.uint64(number & ((1 << 64) - 1)))
-
-
-def _constants_for(words: Any) -> _Constants:
-    return _OF_ARRAYS if isinstance(words, np.ndarray) else _OF_TENSORS
 
 
 def same_text(
