@@ -1,5 +1,6 @@
 """The study of experts that drafted trees visit: what it counts, and that it runs and publishes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,8 +46,6 @@ def test_nodes_that_visit_the_same_experts_overlap_wholly() -> None:
 
 @pytest.mark.parametrize("overlap", [0.0, 0.4, 1.0])
 def test_an_overlap_is_what_the_planner_takes_for_it(overlap: float) -> None:
-    from dataclasses import replace
-
     visited = replace(SHAPE, overlap=overlap).visited(36)
     assert overlap_of(SHAPE, 36, visited) == pytest.approx(overlap)
 
@@ -57,6 +56,7 @@ def test_a_study_trains_measures_and_reports(
     from experts import models
 
     monkeypatch.setattr(models, "MOST_BYTES", 4000)
+    monkeypatch.setattr(models, "LENGTH", 32)
     monkeypatch.setattr(frame, "NUM_TREES", 8)
     monkeypatch.setattr(frame, "BUDGETS", (Budget(1, 4), Budget(2, 3)))
     assert main(["--output-dir", str(tmp_path), "--steps", "2"]) == 0
