@@ -47,14 +47,14 @@ MIXTURE: dict[str, Any] = {
 DENSE: dict[str, Any] = {"num_hidden_layers": 2, "intermediate_size": 384}
 
 
-class Texts(NamedTuple):
+class LibraryTexts(NamedTuple):
     """Tokens of Python's standard library, file by file."""
 
     train: torch.Tensor  # [T] int64
     held_out: torch.Tensor  # [H] int64
 
 
-def texts() -> Texts:
+def texts() -> LibraryTexts:
     """Return the library's sources, in tokens of a vocabulary that is trained on them."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = [path.read_text(errors="replace")[:MOST_BYTES] for path in sorted(folder.glob("*.py"))]
@@ -66,7 +66,7 @@ def texts() -> Texts:
     def tokens(of: Sequence[str]) -> torch.Tensor:
         return torch.tensor(list(chain.from_iterable(tokenizer.encode(text).ids for text in of)))
 
-    return Texts(tokens(train), tokens(held_out))
+    return LibraryTexts(tokens(train), tokens(held_out))
 
 
 def mixture() -> Any:

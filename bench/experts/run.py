@@ -46,17 +46,17 @@ class ExpertsRow:
     overlap: float  # for `sglang-smc plan --expert-overlap`
 
 
-class Tree(NamedTuple):
+class VisitedTree(NamedTuple):
     """Experts that the distinct nodes of a drafted tree visit, and as many unrelated tokens."""
 
     of_nodes: np.ndarray  # [nodes, layers, experts] bool
     of_unrelated: np.ndarray  # the same shape
 
 
-class Measured(NamedTuple):
+class Routing(NamedTuple):
     """What a target does on text that it has not seen."""
 
-    found: Mapping[Budget, Sequence[Tree]]
+    found: Mapping[Budget, Sequence[VisitedTree]]
     nats: float  # loss a token
     busiest: float  # share of visits that the busiest quarter of a layer's experts has
 
@@ -64,7 +64,7 @@ class Measured(NamedTuple):
 # --- Trees
 
 
-def trees(target: Any, draft: Any, tokens: Any, budget: Budget) -> list[Tree]:
+def trees(target: Any, draft: Any, tokens: Any, budget: Budget) -> list[VisitedTree]:
     """Return trees of N chains of K tokens, each after a piece of a text ``[T]``."""
     import torch
     from experts.models import chains, some_pieces, visits
@@ -80,7 +80,7 @@ def trees(target: Any, draft: Any, tokens: Any, budget: Budget) -> list[Tree]:
         visited = visits(target, read)[:, CONTEXT - 1 :]  # [N, K + 1, layers, experts]
         rows, columns = zip(*distinct_nodes(drafted.tolist()), strict=True)
         others = draw.choice(anywhere, len(rows), replace=False)
-        found.append(Tree(visited[rows, columns], others))
+        found.append(VisitedTree(visited[rows, columns], others))
     return found
 
 
@@ -97,7 +97,7 @@ def distinct_nodes(chains: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def row_of(
-    target: str, shape: Experts, budget: Budget, users: int, found: Sequence[Tree]
+    target: str, shape: Experts, budget: Budget, users: int, found: Sequence[VisitedTree]
 ) -> ExpertsRow:
     """Return the row of rounds of so many users: trees are joined in their order."""
     rounds = [found[start : start + users] for start in range(0, len(found), users)]
@@ -130,7 +130,7 @@ def overlap_of(shape: Experts, num_rows: int, visited: float) -> float:
     return 1 - (apart - 1) / (num_rows - 1)
 
 
-def busiest(found: Sequence[Tree]) -> float:
+def busiest(found: Sequence[VisitedTree]) -> float:
     """Return the share of visits that the busiest quarter of a layer's experts has."""
     loads = np.concatenate([tree.of_unrelated for tree in found]).sum(0)  # [layers, experts]
     most = np.sort(loads)[:, -loads.shape[1] // 4 :]
@@ -209,16 +209,16 @@ def run(options: argparse.Namespace) -> None:
         study.copy(names, study.PUBLISHED / "experts")
 
 
-def measure(target: Any, draft: Any, tokens: Any) -> Measured:
+def measure(target: Any, draft: Any, tokens: Any) -> Routing:
     """Return what a target's experts do on a text ``[T]``."""
     from experts.models import nats
 
     found = {of: trees(target, draft, tokens, of) for of in BUDGETS}
-    return Measured(found, nats(target, tokens), busiest(found[BUDGETS[-1]]))
+    return Routing(found, nats(target, tokens), busiest(found[BUDGETS[-1]]))
 
 
 def rows_of(
-    target: str, shape: Experts, found: Mapping[Budget, Sequence[Tree]]
+    target: str, shape: Experts, found: Mapping[Budget, Sequence[VisitedTree]]
 ) -> Iterator[ExpertsRow]:
     """Yield a row for each number of users, N and K."""
     for users, (budget, drafted) in product(USERS, found.items()):

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from experts import run as frame
-from experts.run import Tree, distinct_nodes, main, overlap_of, row_of
+from experts.run import VisitedTree, distinct_nodes, main, overlap_of, row_of
 
 from sglang_smc.options.request import Budget
 from sglang_smc_tools.plan.experts import Experts
@@ -27,7 +27,7 @@ def test_nodes_are_distinct_prefixes() -> None:
 
 def test_uniform_routing_has_no_overlap_but_of_equal_nodes() -> None:
     draw = np.random.default_rng(0)
-    found = [Tree(uniform(9, draw), uniform(9, draw)) for _ in range(400)]
+    found = [VisitedTree(uniform(9, draw), uniform(9, draw)) for _ in range(400)]
     for users in (1, 4):
         row = row_of("a", SHAPE, Budget(2, 8), users, found)
         assert row.nodes == 9 * users
@@ -40,7 +40,7 @@ def test_uniform_routing_has_no_overlap_but_of_equal_nodes() -> None:
 def test_nodes_that_visit_the_same_experts_overlap_wholly() -> None:
     draw = np.random.default_rng(0)
     same = np.repeat(uniform(1, draw), 9, 0)
-    row = row_of("a", SHAPE, Budget(1, 8), 1, [Tree(same, uniform(9, draw))] * 2)
+    row = row_of("a", SHAPE, Budget(1, 8), 1, [VisitedTree(same, uniform(9, draw))] * 2)
     assert (row.experts, row.overlap) == (4.0, pytest.approx(1.0))
 
 
