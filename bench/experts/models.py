@@ -13,6 +13,7 @@ import study
 import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from sglang_smc_tools.plan.experts import Experts
 
@@ -34,7 +35,6 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 2 * LENGTH,
     "tie_word_embeddings": True,
 }
-#: The load-balancing loss has the weight of Qwen3-MoE's configuration.
 MIXTURE: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_experts": 64,
@@ -42,8 +42,10 @@ MIXTURE: dict[str, Any] = {
     "moe_intermediate_size": 64,
     "norm_topk_prob": True,
     "output_router_logits": True,
-    "router_aux_loss_coef": 0.001,
+    "router_aux_loss_coef": 0.0,  # that of all layers together leaves each of them unbalanced
 }
+#: Weight of the load-balancing loss, a mean over layers.
+BALANCE = 0.01
 DENSE: dict[str, Any] = {"num_hidden_layers": 2, "intermediate_size": 384}
 
 
@@ -91,12 +93,27 @@ def train(model: Any, tokens: torch.Tensor, num_steps: int, name: str) -> None:
     model.train()
     for _ in study.bar(iterable=range(num_steps), desc=f"training {name}"):
         pieces = some_pieces(tokens, BATCH, LENGTH, generator)
-        model(input_ids=pieces, labels=pieces).loss.backward()
+        out = model(input_ids=pieces, labels=pieces)
+        loss = out.loss
+        if isinstance(model, Qwen3MoeForCausalLM):
+            loss = loss + BALANCE * unbalanced(out.router_logits, model.config)
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
     model.eval()
+
+
+def unbalanced(routed: Sequence[torch.Tensor], config: Any) -> torch.Tensor:
+    """Return the load-balancing loss of Switch Transformers, in the mean of layers.
+
+    Args:
+        routed: of each layer the router's logits, ``[tokens, experts]``.
+    """
+    sizes = config.num_experts, config.num_experts_per_tok
+    each = [load_balancing_loss_func((one,), *sizes) for one in routed]
+    return torch.stack(each).mean()
 
 
 def some_pieces(

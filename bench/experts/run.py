@@ -165,7 +165,7 @@ def note(origin: Mapping[str, Any]) -> str:
         f"The target is a Qwen3-MoE of {shape['num_hidden_layers']} layers, "
         f"{shape['num_experts']} experts, {shape['num_experts_per_tok']} a token, trained for "
         f"{told['steps']} steps on Python's standard library with the load-balancing loss of "
-        f"weight {shape['router_aux_loss_coef']:g}: **a tiny one, since no package ships a real "
+        f"weight {told['balance']:g}: **a tiny one, since no package ships a real "
         f"mixture**. The draft is dense. Loss a token on files held out, in nats: {loss}. The "
         f"busiest quarter of a layer's experts has so much of its visits: {busy}. After each of "
         f"{NUM_TREES} texts a tree is drafted at T = {TEMPERATURE}; *nodes* are the distinct ones "
@@ -198,6 +198,7 @@ def run(options: argparse.Namespace) -> None:
     settings = {
         "steps": options.steps,
         "tokens": len(texts.train),
+        "balance": models.BALANCE,
         "mixture": models.SHAPE | models.MIXTURE,
         "draft": models.DENSE,
         "nats_a_token": {"the draft": models.nats(draft, texts.held_out)}
