@@ -111,8 +111,9 @@ def unbalanced(routed: Sequence[torch.Tensor], config: Any) -> torch.Tensor:
     Args:
         routed: of each layer the router's logits, ``[tokens, experts]``.
     """
-    sizes = config.num_experts, config.num_experts_per_tok
-    each = [load_balancing_loss_func((one,), *sizes) for one in routed]
+    count = config.num_experts
+    most = config.num_experts_per_tok
+    each = [torch.as_tensor(load_balancing_loss_func((one,), count, most)) for one in routed]
     return torch.stack(each).mean()
 
 

@@ -73,9 +73,10 @@ def trees(target: Any, draft: Any, tokens: Any, budget: Budget) -> list[VisitedT
     pieces = some_pieces(tokens, NUM_TREES, CONTEXT, torch.Generator().manual_seed(SEED))
     anywhere = visits(target, pieces)[:, -1]  # [trees, layers, experts]
     draw = np.random.default_rng(SEED)
+    num_chains, num_steps = budget
     found = []
     for piece in pieces:
-        drafted = chains(draft, piece, *budget, TEMPERATURE)
+        drafted = chains(draft, piece, num_chains, num_steps, TEMPERATURE)
         read = torch.cat([piece.expand(len(drafted), -1), drafted], 1)
         visited = visits(target, read)[:, CONTEXT - 1 :]  # [N, K + 1, layers, experts]
         rows, columns = zip(*distinct_nodes(drafted.tolist()), strict=True)
