@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure; return exit status 0 if it completes."""
     made = study.parser("experts", "Measure which experts the nodes of drafted trees visit.")
     add = made.add_argument
-    add("--steps", type=study.positive, default=800, help="of training, of 2,048 tokens")
+    add("--steps", type=study.positive, default=300, help="of training, of 2,048 tokens")
     add("--publish", action="store_true", help="also copy to bench/results")
     options = made.parse_args(argv)
     return study.main_of(lambda: run(options), "")
