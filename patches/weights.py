@@ -321,7 +321,7 @@ def _unfit(manager: Any, recv_req: Any, names: Iterable[str]) -> str | None:
     if is_drafts and manager.draft_worker.draft_worker is None:
         return NO_DRAFT
     told = list(names)
-    is_cpu = _scheduler(manager).server_args.device == "cpu"
+    is_cpu = upstream.resolved(_scheduler(manager).server_args).device == "cpu"
     return (is_cpu and reason_not_to_copy(told)) or reason_not_to_name(told)
 
 
