@@ -34,7 +34,7 @@ _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 _SETS = tl.constexpr(8)  # of tokens that are counted apart, one a warp
 _TURN = tl.constexpr(256)  # tokens counted at once, one a thread
 _ROWS = tl.constexpr(16)  # of digits in the table that products of matrices fill
-_PROGRAMS = 1024  # of the second launch, which shares out tiles of a row, but one a row
+_PROGRAMS = 256  # of the second launch, which share out tiles of a row; one a row at least
 
 
 class _Rules(NamedTuple):

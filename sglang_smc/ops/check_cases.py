@@ -161,7 +161,7 @@ def _filters(of: Inputs) -> tuple[torch.Tensor, ...]:
 
 
 def _filtered(ops: Ops, of: Inputs) -> Any:
-    law = _law(ops, of)._replace(kept=None).filtered(*_filters(of))
+    law = _law(ops, of)._replace(greedy=None, kept=None).filtered(*_filters(of))
     assert law.kept is not None
     return law.kept.dropped(law.scores), law.log_sums()
 

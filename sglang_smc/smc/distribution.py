@@ -84,7 +84,11 @@ class TokenDistribution(NamedTuple):
     def filtered(
         self, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
     ) -> "TokenDistribution":
-        """Return distributions with the tokens that filters of `keep_tokens` keep, `summed`."""
+        """Return distributions with the tokens that filters keep, `summed`.
+
+        Args:
+            top_k, top_p, min_p: as of `keep_tokens`; top_k is 1 in greedy groups.
+        """
         kept = keep_tokens(self.scores, self.temperature, top_k, top_p, min_p)
         return self._replace(kept=kept).summed()
 
