@@ -108,10 +108,8 @@ def filtered(
     each = min(num_tiles, triton.cdiv(_PROGRAMS, num_rows))
     _count_buckets[num_rows, num_tiles](source, rules, found, counts, tile=sizes["tile"], **how)
     _count_cells[num_rows, each](source, rules, found, counts, **sizes, **how)
-    source = source._replace(kept=kept)
-    _settle[(num_rows,)](
-        source, rules, found, counts, kept, sums, **sizes, num_warps=16, **EXACT
-    )
+    source = source._replace(kept=kept)  # which the last launch writes
+    _settle[(num_rows,)](source, rules, found, counts, sums, **sizes, num_warps=16, **EXACT)
     return law._replace(kept=kept, sums=sums)
 
 
@@ -254,6 +252,25 @@ def _cut_at(count, mass, rank, before, target, limit, num_digits: tl.constexpr):
 
 
 @triton.jit
+def _load_buckets(found, counts, row, scale, padded_tiles: tl.constexpr):
+    """Load what tiles have counted, by the row's buckets: both ``[tiles, buckets]``.
+
+    A tile numbers buckets from that of its own largest logit.
+    """
+    part = tl.arange(0, padded_tiles)
+    inside = part < found.num_tiles
+    at = row * found.num_tiles + part
+    peaks = tl.load(counts.peak + at, mask=inside, other=-float("inf"))
+    lower = tl.minimum(scale.top - tl.floor(peaks * scale.unit), _NUM_BUCKETS * 1.0)
+    first = at.to(tl.int64) * _NUM_BUCKETS - lower.to(tl.int32)
+    bucket = tl.arange(0, _NUM_BUCKETS)[None, :]
+    mask = inside[:, None] & (bucket >= lower[:, None]) & (bucket < _NUM_BUCKETS - 1)
+    count = tl.load(counts.of_buckets + first[:, None] + bucket, mask=mask, other=0)
+    mass = tl.load(counts.in_buckets + first[:, None] + bucket, mask=mask, other=0.0)
+    return count, mass
+
+
+@triton.jit
 def _find_bucket(source, rules, found, counts, row, group, scale, padded_tiles: tl.constexpr):
     """Return where a row is cut, and of each tile the tokens there, and the mass before them.
 
@@ -262,22 +279,14 @@ def _find_bucket(source, rules, found, counts, row, group, scale, padded_tiles: 
     part = tl.arange(0, padded_tiles)
     inside = part < found.num_tiles
     at = row * found.num_tiles + part
-    peaks = tl.load(counts.peak + at, mask=inside, other=-float("inf"))
-    # A tile numbers buckets from that of its own largest logit.
-    lower = tl.minimum(scale.top - tl.floor(peaks * scale.unit), _NUM_BUCKETS * 1.0).to(tl.int32)
-    bucket = tl.arange(0, _NUM_BUCKETS)
-    there = bucket[None, :] - lower[:, None]
-    firsts = at.to(tl.int64)[:, None] * _NUM_BUCKETS
-    mask = inside[:, None] & (there >= 0) & (bucket < _NUM_BUCKETS - 1)[None, :]
-    count = tl.load(counts.of_buckets + firsts + there, mask=mask, other=0)
-    mass = tl.load(counts.in_buckets + firsts + there, mask=mask, other=0.0)
+    count, mass = _load_buckets(found, counts, row, scale, padded_tiles)
     size = tl.load(counts.size + at, mask=inside, other=0)
     total = tl.load(found.total + at, mask=inside, other=0.0)
     factors = _factors(found, at, inside)
-
+    whole = tl.sum(total * factors, 0)
+    bucket = tl.arange(0, _NUM_BUCKETS)
     of_row = tl.sum(count, 0)
     in_row = tl.sum(mass * factors[:, None], 0)
-    whole = tl.sum(total * factors, 0)
     is_last = bucket == _NUM_BUCKETS - 1  # which has what is left
     of_row += tl.where(is_last, tl.sum(size, 0) - tl.sum(of_row, 0), 0)
     in_row += tl.where(is_last, tl.maximum(whole - tl.sum(in_row, 0), 0.0), 0.0)
@@ -289,9 +298,7 @@ def _find_bucket(source, rules, found, counts, row, group, scale, padded_tiles: 
     is_cut &= scale.peak - scale.peak == 0
     here = tl.where(is_cut, cut.digit, -1)
 
-    behind = here - lower
-    mask = inside & (behind >= 0)
-    own = tl.load(counts.of_buckets + at.to(tl.int64) * _NUM_BUCKETS + behind, mask=mask, other=0)
+    own = tl.sum(tl.where(bucket[None, :] == here, count, 0), 1)
     if here == _NUM_BUCKETS - 1:
         own = size - tl.sum(count, 1)
     before = tl.sum(tl.where(bucket[None, :] < here, mass, 0.0), 1)
@@ -381,9 +388,51 @@ def _last_of(source, own, scale, bucket, cell, part, rank, tile: tl.constexpr):
 
 
 @triton.jit
-def _settle(
-    source, rules, found, counts, kept, sums, padded_tiles: tl.constexpr, tile: tl.constexpr
+def _search(
+    source,
+    rules,
+    found,
+    counts,
+    own,
+    scale,
+    total,
+    padded_tiles: tl.constexpr,
+    tile: tl.constexpr,
 ):
+    """Apply top-k and top-p to a row: return bounds and last token, and what each tile keeps.
+
+    And the tile of that token, which is to be read for it; -1 where none is.
+    """
+    row = tl.program_id(0)
+    group = row // source.draws_each
+    part = tl.arange(0, padded_tiles)
+    above = tl.full([], -float("inf"), tl.float32)
+    lowest = above
+    last = tl.full([], _NO_TOKEN, tl.int32)
+    here = tl.full([], -1, tl.int32)
+    if _searches(source, rules, group):
+        cut, of_tiles, total_before = _find_bucket(
+            source, rules, found, counts, row, group, scale, padded_tiles
+        )
+        if cut.digit >= 0:
+            limit = tl.load(rules.top_k + group)
+            cell, of_tiles, before, mass = _find_cell(
+                found, counts, row, cut, of_tiles, limit, padded_tiles
+            )
+            above, lowest = _bounds(scale, cut.digit, cell.digit)
+            num_left = _num_left(cell, limit)
+            total = total_before + before + mass
+            if num_left < cell.count:
+                through = tl.cumsum(of_tiles, 0)
+                here = tl.min(tl.where(through >= num_left, part, padded_tiles - 1), 0)
+                rank = num_left - tl.sum(tl.where(part < here, of_tiles, 0), 0)
+                last = _last_of(source, own, scale, cut.digit, cell.digit, here, rank, tile)
+                total -= tl.where(part > here, mass, 0.0)
+    return above, lowest, last, here, total
+
+
+@triton.jit
+def _settle(source, rules, found, counts, sums, padded_tiles: tl.constexpr, tile: tl.constexpr):
     """Store what a row keeps, and add up what its tiles keep."""
     row = tl.program_id(0)
     group = row // source.draws_each
@@ -401,29 +450,13 @@ def _settle(
     is_read = part < 0
     if _filters(source, rules, group):
         share = tl.load(rules.top_p + group)
-        limit = tl.load(rules.top_k + group)
         scale = _scale_of(source, found, counts, row, own.temperature, share, padded_tiles)
         if scale.peak - scale.peak == 0:
-            if _searches(source, rules, group):
-                cut, of_tiles, more = _find_bucket(
-                    source, rules, found, counts, row, group, scale, padded_tiles
-                )
-                if cut.digit >= 0:
-                    cell, of_tiles, before, mass = _find_cell(
-                        found, counts, row, cut, of_tiles, limit, padded_tiles
-                    )
-                    above, lowest = _bounds(scale, cut.digit, cell.digit)
-                    num_left = _num_left(cell, limit)
-                    total = more + before + mass
-                    if num_left < cell.count:
-                        through = tl.cumsum(of_tiles, 0)
-                        first = tl.min(tl.where(through >= num_left, part, padded_tiles - 1), 0)
-                        end = first + 1
-                        rank = num_left - tl.sum(tl.where(part < first, of_tiles, 0), 0)
-                        last = _last_of(
-                            source, own, scale, cut.digit, cell.digit, first, rank, tile
-                        )
-                        total -= tl.where(part > first, mass, 0.0)
+            above, lowest, last, here, total = _search(
+                source, rules, found, counts, own, scale, total, padded_tiles, tile
+            )
+            first = tl.maximum(here, 0)
+            end = here + 1
             least = tl.load(rules.min_p + group).to(tl.float64)
             by_min_p = (scale.peak + own.temperature.to(tl.float64) * tl.log(least)).to(tl.float32)
             if (least > 0) & (by_min_p > lowest):
@@ -434,9 +467,9 @@ def _settle(
             total = tl.where(peaks < lowest, 0.0, total)
             highest = tl.where(total > 0, highest, -float("inf"))
             is_read = (part >= first) & (part < end) & (peaks >= lowest)
-    tl.store(kept.above + row, above)
-    tl.store(kept.lowest + row, lowest)
-    tl.store(kept.last + row, last)
+    tl.store(source.kept.above + row, above)
+    tl.store(source.kept.lowest + row, lowest)
+    tl.store(source.kept.last + row, last)
     tl.store(sums.highest + at, highest, mask=inside & ~is_read)
     tl.store(sums.total + at, total, mask=inside & ~is_read)
     own = Row(own.logits, own.temperature, 0, KeptTokens(above, lowest, last), 0, 0, 0)

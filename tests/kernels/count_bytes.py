@@ -21,6 +21,8 @@ from sglang_smc.ops.triton_ops import TRITON
 
 VOCAB_SIZE = 128_256
 SECTOR = 32
+HEAD = """| kernel | launches | read, KB | written, KB |
+| --- | ---: | ---: | ---: |"""
 
 
 class Traffic:
@@ -91,7 +93,7 @@ def main() -> None:
         filters = torch.tensor([top_k]), top_p, min_p
         law = TRITON.distribution.of(row.unsqueeze(0), temperature, filters=filters)
         law.sample(torch.tensor([0.5], dtype=torch.float64))
-        print(f"\n{kind}:\n\n| kernel | launches | read, KB | written, KB |\n| --- | ---: | ---: | ---: |")
+        print(f"\n{kind}:\n\n{HEAD}")
         for name, count in Counter(traffic.launches).items():
             moved = f"{traffic.read[name] / 1000:,.1f} | {traffic.written[name] / 1000:,.1f}"
             print(f"| `{name}` | {count} | {moved} |")

@@ -27,11 +27,13 @@ def rules_of(*requests: tuple[float, int, float, float]) -> SamplingRules:
 def check_kept(logits: torch.Tensor, rules: SamplingRules, device: str) -> torch.Tensor:
     """Both keep the same tokens, ``[R, V]`` bool, but for those where top-p's mass is reached.
 
-    In rows of the same tokens they have the same law.
+    In rows of the same tokens they have the same law, and draw the same.
     """
-    arguments = [tensor.to(device) for tensor in (logits, *rules[:4])]
-    laws = [kind(*arguments[:2]).filtered(*arguments[2:]) for kind in KINDS]
-    found, expected = (~law.kept.dropped(law.scores).cpu() for law in laws)
+    on_device = logits.to(device)
+    temperature, top_k, top_p, min_p = (rule.to(device) for rule in rules[:4])
+    laws = [kind(on_device, temperature).filtered(top_k, top_p, min_p) for kind in KINDS]
+    kept = [law.kept for law in laws if law.kept is not None]
+    found, expected = (~one.dropped(on_device).cpu() for one in kept)
     each = len(logits) // len(rules.top_k)
     temperature, top_p = (rule.repeat_interleave(each) for rule in (rules[0], rules[2]))
     scaled = (logits.float() / temperature.unsqueeze(1)).double()
@@ -45,6 +47,9 @@ def check_kept(logits: torch.Tensor, rules: SamplingRules, device: str) -> torch
         before = probs.cumsum(0) - probs
         differs = (found[row] != expected[row])[order] & (logits[row, order] > -torch.inf)
         assert ((before[differs] - top_p[row]).abs() < ROUNDING).all(), row
+    uniforms = torch.linspace(0.03, 0.97, len(logits), dtype=torch.float64, device=device)
+    tokens, expected_tokens = (law.sample(uniforms)[0].cpu()[is_same] for law in laws)
+    assert torch.equal(tokens, expected_tokens)
     for name, rounding in (("log_sums", 1e-6), ("log_probs", 1e-5)):
         log, expected_log = (getattr(law, name)().cpu()[is_same] for law in laws)
         torch.testing.assert_close(log, expected_log, rtol=rounding, atol=rounding, equal_nan=True)
@@ -95,7 +100,9 @@ def test_rows_of_a_real_vocabulary(dtype: torch.dtype, device: str) -> None:
 def test_rows_without_a_law_are_not_cut_and_spoil_no_other(device: str) -> None:
     """NaN and infinities in the first, a middle and the last of three tiles."""
     logits = Case(seed=2).normal(6, 600)
-    logits[0, 0], logits[1, 300], logits[2, 599], logits[3] = math.nan, math.inf, math.nan, -math.inf
+    logits[0, 0] = logits[2, 599] = math.nan
+    logits[1, 300] = math.inf
+    logits[3] = -math.inf
     with mock.patch.object(kernel, "_TILE", 256):
         found = check_kept(logits, rules_of((0.7, 5, 0.9, 0.1)), device)
     assert found[:4].all()
@@ -107,7 +114,8 @@ def test_rows_may_lie_apart_and_a_row_may_be_alone(device: str) -> None:
     rules = [rule.to(device) for rule in rules_of((1.0, 4, 1.0, 0.0))[:4]]
     view = wide[1:2, :37]
     assert view.stride(0) == 60
-    kept = KernelDistribution(view, rules[0]).filtered(*rules[1:]).kept
+    temperature, *limits = rules
+    kept = KernelDistribution(view, temperature).filtered(*limits).kept
     assert kept is not None and torch.equal(~kept.dropped(view), view >= view.topk(4).values[:, 3:])
     with pytest.raises(ValueError, match="must be 1"):
-        KernelDistribution(wide.t(), rules[0]).filtered(*rules[1:])
+        KernelDistribution(wide.t(), temperature).filtered(*limits)
