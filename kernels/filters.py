@@ -151,9 +151,9 @@ def _places(raw, top, unit):
 def _count(source, own, scale, highest, bucket, part, num_digits: tl.constexpr, tile: tl.constexpr):
     """Count a tile's tokens of each bucket, or of one bucket those of each cell, and their mass.
 
-    Both ``[16, digits / 16]``; the last bucket is left out. Products of matrices on tensor cores,
-    as of `shares._masses_of_tile`: a token has a one in the row of its digit's leading bits, and a
-    one, and its mass in two pieces, in the column of its last bits.
+    Both ``[16, digits / 16]``, by products of matrices on tensor cores, as in
+    `shares._masses_of_tile`: a token has a one in the row of its digit's leading bits, and a one,
+    and its mass in two pieces, in the column of its last bits.
     """
     each: tl.constexpr = _TURN // _SETS
     num_columns: tl.constexpr = num_digits // _ROWS
@@ -253,7 +253,7 @@ def _cut_at(count, mass, rank, before, target, limit, num_digits: tl.constexpr):
 
 @triton.jit
 def _load_buckets(found, counts, row, scale, padded_tiles: tl.constexpr):
-    """Load what tiles have counted, by the row's buckets: both ``[tiles, buckets]``.
+    """Load what tiles have counted, by the row's buckets but the last: ``[tiles, buckets]`` each.
 
     A tile numbers buckets from that of its own largest logit.
     """

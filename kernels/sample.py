@@ -6,7 +6,7 @@ the tile that a uniform falls into, and reads that tile alone again. Where one d
 sampled more than once, `row_sums` runs the first launch for all. Only `log_probs`, of all tokens,
 allocates a tensor of the logits' size.
 
-Tokens that filters drop (`kernels.filters.keep_tokens`) are masked as logits are read. A greedy
+Tokens that filters drop (`kernels.filters.filtered`) are masked as logits are read. A greedy
 group's token is the first of its tiles' largest logits, with no launch of its own.
 """
 
