@@ -107,7 +107,10 @@ def worker_info(original: Callable, worker: TpModelWorker) -> tuple:
         return info
     longest = arena.longest(config, info[_MAX_TOTAL], info[_MAX_REQ_LEN])
     process.log_memory_report(num_slots=info[_MAX_TOTAL], most_running=info[_MOST_RUNNING])
-    return (*info[:_MAX_REQ_LEN], longest, longest - arena.INPUT_MARGIN, *info[_MAX_REQ_LEN + 2 :])
+    told = list(info)
+    told[_MAX_REQ_LEN] = longest
+    told[_MAX_INPUT_LEN] = longest - arena.INPUT_MARGIN
+    return tuple(told)
 
 
 @PATCHES.on(
@@ -139,3 +142,4 @@ def validate_input_length(
 _MAX_TOTAL = 0
 _MOST_RUNNING = 2
 _MAX_REQ_LEN = 4
+_MAX_INPUT_LEN = 5

@@ -179,7 +179,8 @@ def create_turn(
     original: Callable, session: Session, req: TokenizedGenerateReqInput, *args: Any, **kwargs: Any
 ) -> Req:
     """Drop the turns after the one that a new turn replaces; all, if it names none."""
-    turn, nodes = req.session_params, session.req_nodes
+    turn = req.session_params
+    nodes = session.req_nodes
     if turn and turn.replace and not session.streaming:
         later = nodes[turn.rid].children if turn.rid in nodes else []
         dropped = list(nodes.values()) if turn.rid is None else later

@@ -16,6 +16,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.runtime_context import get_server_args
 
 from sglang_smc import upstream
+from sglang_smc.cpu.quantized import reason_not_to_copy
 from sglang_smc.models.weight_update import NO_DRAFT, name_of_kv, names_in, reason_not_to_name
 from sglang_smc.process import config_of, is_smc
 from sglang_smc.server.hooks import Hooks
@@ -317,8 +318,11 @@ def _unfit(manager: Any, recv_req: Any, names: Iterable[str]) -> str | None:
     """Select one model, and return why tensors of these names are not for it; None if they are."""
     upstream.select_one_model(manager, recv_req)
     is_drafts = getattr(recv_req, "selector", None) == "draft"
-    no_draft = is_drafts and manager.draft_worker.draft_worker is None
-    return NO_DRAFT if no_draft else reason_not_to_name(names)
+    if is_drafts and manager.draft_worker.draft_worker is None:
+        return NO_DRAFT
+    told = list(names)
+    is_cpu = _scheduler(manager).server_args.device == "cpu"
+    return (is_cpu and reason_not_to_copy(told)) or reason_not_to_name(told)
 
 
 def _past_loaders(manager: Any, recv_req: Any) -> str | None:

@@ -81,8 +81,8 @@ def _cells(pair: str) -> Iterator[PowerCell]:
     yield _plain(pair, 0.25)
     yield _plain(pair, 0.7)
     yield _plain(pair, 0.0, first=ALONE, at_once=1)
-    for temperature in (1.0, 0.7):
-        yield _plain(pair, temperature, samples=SAMPLES, first=FEW)
+    yield _plain(pair, 1.0, samples=SAMPLES)
+    yield _plain(pair, 0.7, samples=SAMPLES, first=FEW)
     yield PowerCell(
         label=f"p^4 {MCMC}",
         engine=f"{pair} {PLAIN}",
@@ -90,7 +90,6 @@ def _cells(pair: str) -> Iterator[PowerCell]:
         pair=pair,
         power=4.0,
         proposal=MCMC,
-        first=FEW,
     )
 
 

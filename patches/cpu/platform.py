@@ -50,12 +50,31 @@ def adjust_config_with_unaligned_cpu_tp(
     "not scaled, would fail. No platform is asked.",
     retire_when="SGLang's get_rope_cpu takes embeddings of all kinds.",
 )
-def get_rope_cpu(original: Callable, *rope: Any, device: str | None = None) -> torch.nn.Module:
+def get_rope_cpu(
+    original: Callable,
+    head_size: int,
+    rotary_dim: int,
+    max_position: int,
+    base: int,
+    is_neox_style: bool = True,
+    rope_scaling: dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    partial_rotary_factor: float = 1.0,
+    device: str | None = None,
+) -> torch.nn.Module:
     """Return the rotary embedding that layers of latent attention get on a GPU."""
     from sglang.srt.layers.rotary_embedding.factory import get_rope
 
-    # All are positional, and the device is the last.
-    return get_rope(*rope[:8])
+    return get_rope(
+        head_size=head_size,
+        rotary_dim=rotary_dim,
+        max_position=max_position,
+        base=base,
+        is_neox_style=is_neox_style,
+        rope_scaling=rope_scaling,
+        dtype=dtype,
+        partial_rotary_factor=partial_rotary_factor,
+    )
 
 
 @PATCHES.on(

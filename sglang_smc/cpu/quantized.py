@@ -109,6 +109,17 @@ def announce(path: str, method: str, dtype: torch.dtype) -> None:
     )
 
 
+def reason_not_to_copy(names: Iterable[str]) -> str | None:
+    """Return why tensors of these names, sent to a running server, are refused; None if not."""
+    scale = next((name for name in names if name.endswith(SCALES)), None)
+    if scale is None:
+        return None
+    return (
+        f"A tensor is named {scale!r}: the smc_cpu platform dequantizes weights of files alone. "
+        "Allowed: weights in 16 or 32 bits. Send them dequantized, or update from disk."
+    )
+
+
 def dequantized(weights: Weights, block: ScaleBlock | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a checkpoint's weights, those in 8 bits in float32, each once its scales are read.
 

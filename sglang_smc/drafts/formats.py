@@ -20,7 +20,9 @@ SPECULATORS = "speculators_model_type"
 """The key by which a `speculators` checkpoint is recognised; it stays in what is made of one."""
 
 LAYER_CONFIG = "transformer_layer_config"
-EAGLE3, DFLASH, DSPARK = "LlamaForCausalLMEagle3", "DFlashDraftModel", "Qwen3DSparkModel"
+EAGLE3 = "LlamaForCausalLMEagle3"
+DFLASH = "DFlashDraftModel"
+DSPARK = "Qwen3DSparkModel"
 BLOCKS = (DFLASH, "MuseGlimmerAssistantModel")
 DFLASH2 = "DFlash2DraftModel"
 DFLASH2S = (DFLASH2, "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
@@ -63,6 +65,7 @@ EAGLE3_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_ou
 
 _SECTIONS = (LAYER_CONFIG, "speculators_config", "eagle_config", "dflash_config")
 _SPECULATORS_LAYERS = "aux_hidden_state_layer_ids"
+_SIZES = ("block_size", "markov_rank", "draft_vocab_size", "mask_token_id")
 _COMMON = ("dtype", "torch_dtype", "quantization_config", "target_hidden_size", "draft_vocab_size")
 _OWN = {
     "eagle3": EAGLE3_SWITCHES,
@@ -106,8 +109,8 @@ def normalized(config: Config, tensors: Collection[str] | None = None) -> dict[s
     Args:
         tensors: names in the checkpoint; None if they are not known.
 
-    Raises ValueError for a section that is no object, for layers that are no whole numbers, and for
-    a `speculators` layer that transformers cannot read.
+    Raises ValueError for a section that is no object, for layers and sizes that are no whole
+    numbers, and for a `speculators` layer that transformers cannot read.
     """
     _check(config)
     told = _flattened(config) if SPECULATORS in config else _named(config)
@@ -144,6 +147,15 @@ def _check(config: Config) -> None:
             layers = place.get(name)
             if layers is not None and not _are_numbers(layers):
                 raise ValueError(f"{name} of the configuration is {layers!r}, no list of layers.")
+        for name in _SIZES:
+            size = place.get(name)
+            if not isinstance(size, int | None):
+                raise ValueError(f"{name} of the configuration is {size!r}, no whole number.")
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or []
+    if not isinstance(methods, list) or not all(isinstance(one, dict) for one in methods):
+        raise ValueError(
+            f"proposal_methods of the configuration is {methods!r}, no list of objects."
+        )
 
 
 def _are_numbers(value: Any) -> bool:

@@ -91,7 +91,8 @@ def problems(config: Config, shapes: Shapes, read: Read) -> Iterator[str]:
     found = {name: shape for name, shape in given.items() if not _is_left_out(name)}
     every = wanted | _optional(config)
     place: Callable[[str], str] = _module if packed else str
-    places, filled = {place(name) for name in every}, {place(name) for name in found}
+    places = {place(name) for name in every}
+    filled = {place(name) for name in found}
     unread = [name for name in found if place(name) not in places]
     missing = [name for name in wanted if place(name) not in filled]
     if unread:

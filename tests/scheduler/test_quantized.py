@@ -9,9 +9,14 @@ import pytest
 import torch
 from answers import prompt_ids
 from in_process import Reply, Server
+from operator_client import tensors_of
 from pair.task import held_out
 from quantized_models import quantized, stood_for
-from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+from sglang.srt.managers.io_struct import (
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from sglang.srt.utils import MultiprocessingSerializer
 from tiny_models import smc_arguments
 from transformers import LlamaForCausalLM
 
@@ -102,10 +107,14 @@ def test_a_draft_may_be_in_8_bits_too(
 def test_new_weights_in_8_bits_are_dequantized(
     start: Callable[..., Server], tmp_path: Path
 ) -> None:
-    """Red where an update copies 8-bit numbers without their scales."""
+    """Red where an update copies 8-bit numbers without their scales, of a file or as sent."""
     target = quantized(TARGET, tmp_path / "target", "fp8 blocks")
     server = start(**smc_arguments(target, str(MODEL), **SERVER))
     before = answers(server)
     update = UpdateWeightFromDiskReqInput(model_path=target, load_format="auto")
     assert server.ask(update).success
+    sent = MultiprocessingSerializer.serialize(list(tensors_of(target).items()))
+    refused = server.ask(UpdateWeightsFromTensorReqInput(serialized_named_tensors=[sent]))
+    assert not refused.success
+    assert "dequantizes weights of files alone" in refused.message
     assert [one.output_ids for one in answers(server)] == [one.output_ids for one in before]

@@ -87,6 +87,16 @@ INDEX = b'{"weight_map": {"fc.weight": "model-00002-of-00002.safetensors"}}'
         ({"dflash_config": [3]}, {}, "dflash_config of the configuration is no JSON object"),
         ({"dflash_config": {"target_layer_ids": [None]}}, {}, "is [None], no list of layers"),
         ({"dflash_config": None}, {}, "names no layers of the target that it reads"),
+        (
+            {"block_size": "eight"},
+            {},
+            "block_size of the configuration is 'eight', no whole number",
+        ),
+        (
+            {"speculators_config": {"proposal_methods": ["greedy"]}},
+            {},
+            "proposal_methods of the configuration is ['greedy'], no list of objects",
+        ),
     ],
 )
 def test_a_partial_folder_is_refused_by_what_it_lacks(
