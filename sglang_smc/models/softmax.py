@@ -408,15 +408,13 @@ def shared_prefix_attention(
     Returns:
         The output, in the shape of ``query``.
     """
-    size, _, num_columns, _, head_dim = query.shape
     kv_heads = keys.shape[1]
-    by_row = query.view(size, -1, kv_heads, query.shape[3] // kv_heads, head_dim)
     gathered = _Gathered.of(keys, values, plan, query.dtype)
-    found = _attend_to_prefixes(by_row, gathered, plan, softmax)
-    if plan.tail_mask is not None:
-        by_particle = query.view(-1, num_columns, *by_row.shape[2:])
-        tails = _attend_to_tails(by_particle, gathered, plan.tail_mask, softmax)
-        found = join(Attended(*(part.flatten(0, 1) for part in found)), tails)
+    if plan.tail_mask is None and query.shape[2] == 1 and not plan.siblings:
+        of_tokens = query.view(len(query), kv_heads, -1, query.shape[4])
+        found = gathered.attend(of_tokens, slice(None), plan.prefix_mask, softmax)
+    else:
+        found = _attend_to_all(query, gathered, plan, softmax)
     if softmax.sinks is not None:
         softmax = softmax._replace(sinks=softmax.sinks.view(kv_heads, -1))
     return finish(found, softmax).reshape(query.shape)
@@ -448,6 +446,21 @@ class _Gathered(NamedTuple):
         keys = _by_head(self.keys[own], len(query))
         values = _by_head(self.values[own], len(query))
         return attend(query, keys, values, mask, softmax)
+
+
+def _attend_to_all(
+    query: torch.Tensor, gathered: _Gathered, plan: SharedPrefixPlan, softmax: Softmax
+) -> Attended:
+    """Attend to prefixes and tails; the result has a place for each row, key head and query."""
+    size, _, num_columns, num_heads, head_dim = query.shape
+    kv_heads = gathered.keys.shape[1]
+    by_row = query.view(size, -1, kv_heads, num_heads // kv_heads, head_dim)
+    found = _attend_to_prefixes(by_row, gathered, plan, softmax)
+    if plan.tail_mask is None:
+        return found
+    by_particle = query.view(-1, num_columns, *by_row.shape[2:])
+    tails = _attend_to_tails(by_particle, gathered, plan.tail_mask, softmax)
+    return join(Attended(*(part.flatten(0, 1) for part in found)), tails)
 
 
 def _attend_to_prefixes(

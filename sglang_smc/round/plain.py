@@ -35,8 +35,7 @@ def play_plainly(
     """
     rows = inputs.rows
     pair, ended, position = tables.particles.gather_single(rows)
-    before = pair[:, 0]  # [G]
-    last = pair[:, 1]
+    last = pair[:, 1]  # [G]
     settings = tables.requests.gather(rows)
     chains = _reserve(tables, inputs, shape, last, ended)._replace(reqs=reqs)
     p = tables.ops.distribution.of(
@@ -48,23 +47,23 @@ def play_plainly(
     seeds = tables.ops.round_seeds(settings.seeds, position)
     places = position.unsqueeze(1)  # [G, 1]
     drawn, log_p = p.sample(tables.ops.uniforms(seeds, places, Purpose.BONUS))  # [G, 1]
-    goes_on = ~ended
-    grows = goes_on & ~log_p.squeeze(1).isnan()
-    token = torch.where(grows, drawn.squeeze(1), last)
-    pair = torch.stack([torch.where(grows, last, before), token], dim=1)
+    invalid = log_p.isnan().squeeze(1)
+    failed = invalid & ~ended
+    stays = ended | invalid
+    pair = torch.where(stays.unsqueeze(1), pair, torch.cat([pair[:, 1:], drawn], dim=1))
+    counts = (~stays).long()
     ends = settings.ends(drawn.unsqueeze(2), places.unsqueeze(2)).flatten()
-    tables.particles.scatter_single(rows, pair, ~grows | ends, position + grows)
+    tables.particles.scatter_single(rows, pair, stays | ends, position + counts)
     weighs = settings.weighs
-    failed = goes_on ^ grows
-    counts = grows.long()
     if shape.budget is not None:
         _, _, is_exact = inputs.sizes
         weighs = weighs & (is_exact == 0)
+    token = pair[:, 1:]  # [G, 1]
     return Outcome(
-        tokens=token.unsqueeze(1),
+        tokens=token,
         counts=counts,
         new_seq_lens=inputs.committed + counts,
-        last_emitted=token,
+        last_emitted=token.squeeze(1),
         num_correct_drafts=torch.zeros_like(position),
         counters=tables.counters.add_plain_round(rows, failed, ~weighs),
         failure=failed * int(Failure.TARGET_LOGITS),

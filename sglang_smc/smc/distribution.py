@@ -116,7 +116,7 @@ class TokenDistribution(NamedTuple):
         """Sample tokens with uniforms ``[D]``; return both ``[D]``, int64 and float32."""
         if self.rows is None and self.scores.numel() <= _ENTRIES:
             log_p = self.log_probs()
-            tokens = sample(log_p, uniforms, torch.arange(len(log_p), device=log_p.device))
+            tokens = sample(log_p, uniforms)
             return tokens, log_p.gather(1, tokens.unsqueeze(1)).squeeze(1)
         tokens = torch.empty_like(uniforms, dtype=torch.int64)  # [D]
         scores = torch.empty_like(uniforms, dtype=torch.float32)  # [D]
@@ -261,7 +261,9 @@ def _first_rows(slots: torch.Tensor) -> torch.Tensor | None:
     return torch.where(flat == 0, own, first).flatten()
 
 
-def sample(log_p: torch.Tensor, uniforms: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def sample(
+    log_p: torch.Tensor, uniforms: torch.Tensor, rows: torch.Tensor | None = None
+) -> torch.Tensor:
     """Sample tokens by inverting cumulative distributions.
 
     A token of probability zero is never drawn, whatever the uniform and however
@@ -270,30 +272,38 @@ def sample(log_p: torch.Tensor, uniforms: torch.Tensor, rows: torch.Tensor) -> t
     Args:
         log_p: ``[R, V]`` normalised log-probabilities.
         uniforms: ``[D]`` float64 in [0, 1).
-        rows: ``[D]`` int64: whose distribution each draw has.
+        rows: ``[D]`` int64: whose distribution each draw has; None: its own.
 
     Returns:
         ``[D]`` int64 token ids.
     """
-    padding = -log_p.shape[1] % _TILE
-    tiles = torch.nn.functional.pad(log_p.exp(), (0, padding)).unflatten(1, (-1, _TILE))
+    each = log_p.exp()
+    if padding := -log_p.shape[1] % _TILE:
+        each = torch.nn.functional.pad(each, (0, padding))
+    tiles = each.unflatten(1, (-1, _TILE))
     masses = tiles.sum(2, dtype=torch.float64)  # [R, tiles]
     through = masses.cumsum(1)
-    target = uniforms * through[rows, -1]  # [D]
-    tile = _find(through[rows], target)  # [D]
+    before = through - masses
+    if rows is None:
+        rows = torch.arange(len(uniforms), device=log_p.device)
+    else:
+        through = through[rows]
+    target = uniforms * through[:, -1]  # [D]
+    tile = _find(through, target)  # [D]
     # Rounding may leave a negative rest, which would select a first token of mass zero.
-    rest = (target - (through - masses)[rows, tile]).clamp_min(0.0)
+    rest = (target - before[rows, tile]).clamp_min(0.0)
     return tile * _TILE + _find(tiles[rows, tile].double().cumsum(1), rest)
 
 
 def _find(through: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return the first index at which cumulative mass ``[D, J]`` exceeds a target ``[D]``."""
-    below = (through <= target.unsqueeze(1)).sum(1)
     # The first index that reaches the total is the last of positive mass.
-    last = (through < through[:, -1:]).sum(1)
-    return torch.minimum(below, last)
+    is_before = (through <= target.unsqueeze(1)) & (through < through[:, -1:])
+    return is_before.sum(1)
 
 
 def of_each_draw(of_groups: torch.Tensor, num_draws: int) -> torch.Tensor:
     """Repeat each group's value for its draws: ``[G]`` to ``[D]``, D / G draws per group."""
+    if len(of_groups) == num_draws:
+        return of_groups
     return of_groups.unsqueeze(1).expand(-1, num_draws // len(of_groups)).flatten()

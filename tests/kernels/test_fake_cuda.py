@@ -49,7 +49,7 @@ ROUNDS: dict[str, tuple[SMCConfig, dict[str, Any], int, float, float]] = {
     "shown, filtered": (SMCConfig(), SHOWN_FILTERED, 188, 76, 81),
     "exact, shown": (EXACT, SHOWN, 194, 81, 115),
     "greedy": (EXACT, GREEDY, 207, 34, 64),
-    "off": (without_drafts(SMCConfig()), {"budget": OFF, **FILTERS}, 58, 1, 0.8),
+    "off": (without_drafts(SMCConfig()), {"budget": OFF, **FILTERS}, 54, 1, 0.8),
     "anything": (SMCConfig(), ANYTHING, 365, 124, 121),
 }
 
