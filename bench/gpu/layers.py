@@ -125,14 +125,14 @@ def attend_by_kernel(cache: Cache) -> Attend:
     starts = ends.unsqueeze(1).expand(-1, num_rows // size).contiguous()
     context = AttentionContext(cache.prompts, cache.new.unsqueeze(1).repeat(1, 2), place, starts)
     arrivals = torch.zeros(size * KV_HEADS, device=DEVICE, dtype=torch.int32)
-    places = cache.new.long(), starts.flatten(), cache.cos_sin, arrivals
+    places = cache.new.long(), starts.flatten(), cache.cos_sin
+    fixed: dict[str, Any] = {"max_prefix": PROMPT, "scaling": DIM**-0.5, "arrivals": arrivals}
 
     def attend(qkv: torch.Tensor) -> torch.Tensor:
         heads = qkv.view(num_rows, -1, DIM)
         query = heads[:, :Q_HEADS].unflatten(0, (size, -1, 1))
         new = New.of(*heads[:, Q_HEADS:].chunk(2, dim=1), *places)
-        sizes: dict[str, Any] = {"max_prefix": PROMPT, "scaling": DIM**-0.5, "new": new}
-        found = particle_attention(query, cache.keys, cache.values, context, **sizes)
+        found = particle_attention(query, cache.keys, cache.values, context, new=new, **fixed)
         return found.view(num_rows, -1)
 
     return attend

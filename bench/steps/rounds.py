@@ -79,6 +79,10 @@ class Chooser(Protocol):
     def learn(self, running: Sequence[RunningRequest], of: Budget, kept: Sequence[int]) -> None:
         """Read what a round has kept of each request, before the next one is chosen."""
 
+    def waits(self, of: Budget) -> float:
+        """Return the ms that a round waits for the host beside its passes."""
+        return 0.0
+
 
 class FixedSteps(Chooser):
     """The same N and K in every round."""
@@ -119,7 +123,9 @@ class AsServed(Chooser):
 
 @dataclass(eq=False)
 class StepsByRequest(Chooser):
-    """K in every round by what each running request has kept of late, a round late.
+    """K in every round by what each running request has kept of late.
+
+    A round's results come late, as under the overlap schedule, and K is chosen a round ahead.
 
     Args:
         top: its N is kept; K halves from its K.
@@ -132,10 +138,10 @@ class StepsByRequest(Chooser):
     _lost: float = PRIOR_TOKENS * (1.0 - PRIOR_PROBABILITY)
     _tried: float = PRIOR_TOKENS
     _late: list[tuple[RunningRequest, Budget, int]] = field(default_factory=list)
-    _now: Budget | None = None
+    _next: Budget | None = None
 
     def choose(self, running: Sequence[RunningRequest]) -> Budget:
-        """Return the K of most expected tokens a ms."""
+        """Return what was chosen, and choose the K of most expected tokens a ms for the next."""
         loss = self._lost / self._tried
         each = [
             _loss(request.counts, loss) * fewer_rejections(self.top.num_particles)
@@ -149,7 +155,9 @@ class StepsByRequest(Chooser):
         best = max(_of_steps(self.top), key=rate)
         for request, of, num_kept in self._late:
             self._count(request, of, num_kept)
-        return best
+        now = self._next or best
+        self._next = best
+        return now
 
     def learn(self, running: Sequence[RunningRequest], of: Budget, kept: Sequence[int]) -> None:
         """Keep a round's results until the next choice is made."""
@@ -184,10 +192,14 @@ class Stopping(Chooser):
     """A round that stops drafting where another pass of the draft is not worth its time.
 
     It is, where more tokens are expected of it than all rounds so far yielded in as long.
+
+    Args:
+        wait: ms for which the device waits before each pass of the draft but the first.
     """
 
     top: Budget
     milliseconds: Milliseconds
+    wait: float = 0.0
     _tokens: float = 1.0
     _spent: float = 0.0
 
@@ -203,7 +215,7 @@ class Stopping(Chooser):
             more = self.milliseconds(size, deeper) - self.milliseconds(
                 size, Budget(num_chains, num_steps)
             )
-            if sure[num_steps - 1] < more * rate:
+            if sure[num_steps - 1] < (more + self.wait) * rate:
                 break
             num_steps += 1
         return Budget(num_chains, num_steps)
@@ -211,7 +223,11 @@ class Stopping(Chooser):
     def learn(self, running: Sequence[RunningRequest], of: Budget, kept: Sequence[int]) -> None:
         """Count tokens and time."""
         self._tokens += sum(kept) + len(kept)
-        self._spent += self.milliseconds(len(running), of)
+        self._spent += self.milliseconds(len(running), of) + self.waits(of)
+
+    def waits(self, of: Budget) -> float:
+        """Return the ms of all waits."""
+        return self.wait * (of.num_steps - 1)
 
 
 class KnownRounds(Stopping):
@@ -294,10 +310,11 @@ def play(
         if len(running) < users:
             return spent, tokens
         budget = chooser.choose(running)
+        each = (milliseconds(users, budget) + chooser.waits(budget)) / users
         kept = [min(of.kept(budget.num_particles), budget.num_steps) for of in running]
         for request, num_kept in zip(running, kept, strict=True):
             end = min(request.place + num_kept + 1, len(request.uniforms))
-            spent[request.index] += milliseconds(users, budget) / users
+            spent[request.index] += each
             tokens[request.index] += end - request.place
             request.place = end
         chooser.learn(running, budget, kept)

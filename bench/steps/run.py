@@ -63,6 +63,8 @@ LAST = 3
 LOOKED_AT = 4
 #: Longer answers are these, written so often in a row.
 LENGTHS = {"at most 96 tokens": 1, "at most 288 tokens": 3}
+#: ms until the host has read a value and launched the next pass: an assumption.
+WAIT = 0.05
 DRAFTS = {"head": grid.EXACT_HEAD, "draft model": grid.EXACT}
 POLICY = "the policy"
 WAYS: dict[str, Callable[[Budget, Milliseconds], Chooser]] = {
@@ -73,6 +75,7 @@ WAYS: dict[str, Callable[[Budget, Milliseconds], Chooser]] = {
     "K by a request's last three rounds": partial(StepsByRequest, decay=0.7),
     "K by a request's last twenty": partial(StepsByRequest, decay=0.95),
     "a stop where chains are unsure": Stopping,
+    "such a stop, and the host is asked": partial(Stopping, wait=WAIT),
     "bound: each answer known": KnownRequests,
     "bound: each round known": KnownRounds,
 }
@@ -268,8 +271,9 @@ def note(origin: Mapping[str, Any]) -> str:
         "stop where chains are unsure* drafts a further token where the probability that all "
         "before it are kept is worth a pass of the draft; that is read from the entropies of the "
         "draft, by a curve fitted to the other answers. A captured round cannot stop: its passes "
-        "are fixed. In brackets 95 % intervals, over answers. `bench/steps`, "
-        f"{origin['date'][:10]}, commit {origin['git_sha']}."
+        "are fixed; launched pass by pass, the device waits for the host before each but the "
+        f"first, assumed {WAIT:g} ms (*and the host is asked*). In brackets 95 % intervals, over "
+        f"answers. `bench/steps`, {origin['date'][:10]}, commit {origin['git_sha']}."
     )
 
 

@@ -41,7 +41,6 @@ class New(NamedTuple):
     slots: torch.Tensor  # [R] int64; 0 for a first token that is written already, or no token
     positions: torch.Tensor  # [R] int64 rows of `cos_sin`
     cos_sin: torch.Tensor  # [positions, head_dim]: cosines, then sines
-    arrivals: torch.Tensor  # as in `attend`
 
     @classmethod
     def of(cls, key: torch.Tensor, value: torch.Tensor, *places: torch.Tensor) -> "New":
@@ -73,6 +72,7 @@ def particle_attention(
     sinks: torch.Tensor | None = None,
     value_scale: float = 1.0,
     new: New | None = None,
+    arrivals: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute softmax attention of particles over prefix and tails, causal except in blocks.
 
@@ -89,6 +89,7 @@ def particle_attention(
         new: what the layer has not rotated and written yet, except in blocks. The result is that of
             doing so first. In a request either all first tokens of particles are written already,
             or none that is read.
+        arrivals: as in `attend`, `work.MOST_WALKING` or more; without them a second launch joins.
 
     Returns:
         The output, contiguous, in the shape of ``query``.
@@ -108,6 +109,8 @@ def particle_attention(
     max_tail = context.locations.max_tail
     item = query.element_size()
     split = cut_work(query.shape, kv_heads, item, max_prefix, max_tail, chip, new is not None)
+    if split.walks and arrivals is None:
+        split = split._replace(prefix_spans=1)
     flags = {"has_window": window is not None, "has_cap": cap > 0, "sees_block": sees_block}
     flags["overlaps"] = chip.overlaps and new is not None  # in a draft's layers
     return attend(
@@ -128,7 +131,7 @@ def particle_attention(
         Layer.of(query, kv_heads, head_dim, split, **flags),
         sinks,
         value_scale,
-        None if new is None else new.arrivals,
+        arrivals if split.walks or new is not None else None,
     )
 
 
@@ -179,43 +182,58 @@ def _attend_spans(
     first_seen = own_start + column - window
     if layer.sees_block:  # all up to the end
         column = tl.full([layer.block_rows], layer.num_columns, tl.int32)
-    end = span.end
-    if cache.new is None:
-        last_seen = span.start + column
-        some = span.begin < end
-    else:
-        last_seen, end = _cached(cache.new, span, token, own_start, in_rows, layer)
-        some = (span.begin < end) | span.is_first_of_tail
+    some = span.begin < span.end
+    if cache.new is not None:
+        is_new = _is_new(cache.new, owner, in_rows, layer)
+        some |= span.is_first_of_tail
     # A program without keys loads nothing, runs no iteration, and stores log-sums of -inf alone.
-    asked = in_rows if partial.output is None else in_rows & some
-    place = token.to(tl.int64) * queries.stride + head * queries.head_stride
-    query = _rows(queries.tensor + place, token, asked, cache.new, layer)
+    asked = in_rows if layer.walks else in_rows & some
+    rows = queries.tensor + token.to(tl.int64) * queries.stride + head * queries.head_stride
+    query = _rows(rows, token, asked, cache.new, layer)
 
     scores = scaling, cap
     softmax = no_softmax(layer)
-    before_first = 0
-    num_parts = 1
-    if partial.output is None:  # the prefix, then the tails of the particles that have a row here
-        before_first = tl.min(owner, 0) - 1
-        num_parts = tl.max(tl.where(in_rows, owner, 0), 0) - before_first + 1
+    before_first, num_parts = _own_parts(span, owner, in_rows, layer)
     for nth in range(0, num_parts):
         part = span
-        last = last_seen
-        if partial.output is None:
+        is_own = in_rows
+        if layer.walks:
             part = part_of(span, slots, before_first + nth, nth > 0, first_key, layer)
             is_own = (owner == before_first + nth) | (nth == 0)
-            last = tl.where(is_own, part.start + column, -1)
-            end = part.end
+        last_seen = part.start + column
+        last = last_seen
+        end = part.end
+        if cache.new is not None:
+            last = own_start - is_new.to(tl.int32)
+            end = _cached_end(part, last, in_rows & is_own & (is_new | part.is_tail))
+        if layer.walks:
+            last = tl.where(is_own, last, -1)
         softmax = _attend_part(query, cache, part, end, (first_seen, last), scores, softmax, layer)
-    if cache.new is not None:  # noqa: SIM102 -- which is known as this is compiled
-        if span.is_first_of_tail:
-            seen = first_seen, last_seen, span.start + column, first_key
-            softmax = _attend_new(query, cache, span, seen, scores, softmax, layer)
-    if partial.output is None:  # anew, or they would hold registers all along: the offset is 0
+        if cache.new is not None:
+            last_seen = tl.where(is_own, last_seen, -1)
+            if part.is_first_of_tail:
+                seen = first_seen, last, last_seen, first_key
+                softmax = _attend_new(query, cache, span, part, seen, scores, softmax, layer)
+    if layer.walks:  # anew, or they would hold registers all along: the offset is 0
         token, head, column, in_rows = own_rows(span, layer, tl.minimum(num_parts, 0))
     store(partial, span, token, head, softmax, in_rows, layer)
     if partial.arrivals is not None:
         join_last(partial, span, grid, layer)
+
+
+@triton.jit
+def _own_parts(span, owner, in_rows, layer):
+    """Return the particle before the first whose tail a program walks, and its number of parts.
+
+    These are a prefix's span, then the tails of the particles that have a row here.
+    """
+    before_first = 0
+    num_parts = 1
+    if layer.walks:
+        before_first = tl.min(owner, 0) - 1
+        last = tl.max(tl.where(in_rows, owner, 0), 0)
+        num_parts = tl.where(span.is_last_of_prefix, last - before_first + 1, 1)
+    return before_first, num_parts
 
 
 @triton.jit
@@ -239,19 +257,25 @@ def _attend_part(query, cache, part, end, seen, scores, softmax, layer):
 
 
 @triton.jit
-def _attend_new(query, cache, span, seen, scores, softmax, layer):
-    """Return the softmax of a block of rows, with the new keys, which are written if it is first.
+def _attend_new(query, cache, span, part, seen, scores, softmax, layer):
+    """Return the softmax of a block of rows, with the new keys of a particle.
+
+    They are written by the block that has the particle's first row.
 
     Args:
+        span: of the program.
+        part: the particle's tail.
         seen: of each row the first position it attends to, the last one before the new keys, and
             its own; and the first position with a key.
     """
     first_seen, last_cached, last_seen, first_key = seen
     dim = tl.arange(0, layer.block_dim)[None, :]
-    keys = cache.key + span.head * cache.key_head_stride + dim
-    values = cache.value + span.head * cache.value_head_stride + dim
-    position, slot, key, value = _new_keys(cache.new, span, layer)
-    written = ((slot > 0) & (span.block == 0))[:, None] & (dim < layer.head_dim)
+    keys = cache.key + part.head * cache.key_head_stride + dim
+    values = cache.value + part.head * cache.value_head_stride + dim
+    position, slot, key, value = _new_keys(cache.new, part, layer)
+    first_row = (part.first_token - span.first_token) * layer.group
+    is_first = first_row >= span.block * layer.block_rows
+    written = ((slot > 0) & is_first)[:, None] & (dim < layer.head_dim)
     tl.store(keys + slot[:, None] * cache.key_stride, key, mask=written)
     tl.store(values + slot[:, None] * cache.value_stride, value, mask=written)
     value = tl.where((position >= first_key)[:, None], value, 0.0)  # there may be NaN
@@ -280,17 +304,24 @@ def _attend(query, keys, seen, scores, softmax, layer):
 
 
 @triton.jit
-def _cached(new, span, token, own_start, in_rows, layer):
-    """Return the last position before the new keys of each row, and where a program's keys end.
+def _is_new(new, owner, in_rows, layer):
+    """Return of each row whether its particle's first token is to be written."""
+    return tl.load(new.slots + owner * layer.num_columns, mask=in_rows, other=0) != 0
+
+
+@triton.jit
+def _cached_end(part, last, rows):
+    """Return where the cached keys of a part end, for some rows.
 
     A key that is written now is not to be loaded: it may be NaN yet, and NaN times a weight of 0 is
     NaN. So a prefix ends where the particles' new keys begin, idle ones aside.
+
+    Args:
+        last: of each row, the last position before its new keys.
+        rows: those to go by.
     """
-    first = token // layer.num_columns * layer.num_columns
-    is_new = tl.load(new.slots + first, mask=in_rows, other=0) != 0
-    last = own_start - is_new.to(tl.int32)
-    end = tl.max(tl.where(in_rows & (is_new | span.is_tail), last, -2), 0) + 1
-    return last, tl.where(end >= 0, tl.minimum(end, span.end), span.end)
+    end = tl.max(tl.where(rows, last, -2), 0) + 1
+    return tl.where(end >= 0, tl.minimum(end, part.end), part.end)
 
 
 @triton.jit

@@ -1,13 +1,15 @@
 """Attend over spans of keys, and join their softmaxes: the parts that all attention shares.
 
 Flash decoding in one launch over *spans* of keys, and a second one that joins their softmaxes,
-unless the last program of a request and key head does (`join_last`), or each walks the prefix and
-the tails of its rows, without partial results:
+unless the last program of a request and key head does (`join_last`):
 
 - A prefix is split into a number of spans that depends on shapes alone. Its queries are all of a
   request's: N particles * C columns * the query heads of one key head, in blocks of rows.
 - A particle's tail is split into spans of one length, as many as the longest tail may have. Its
   queries are its own C * group.
+
+Or else (`WorkSplit.walks`) the program of a prefix's end also walks the tails of its rows. A prefix
+of few keys is one span then, without partial results.
 
 A layer with a sliding window reads the end of a prefix alone, as far as its earliest query attends,
 and a head no keys before its first: spans are split from the rest. Programs without keys or queries
@@ -21,11 +23,12 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.kernels.attention.work import MAX_SPANS, WorkSplit
+from sglang_smc.kernels.attention.work import LEAST_SPAN, MAX_SPANS, WorkSplit
 from sglang_smc.smc.ledger import AttentionContext
 
 LOG2_E = 1.4426950408889634
 NUMBERS_PER_WARP = 1024  # of the tile that a program joins: 32 a thread
+_LEAST_SPAN = tl.constexpr(LEAST_SPAN)
 
 
 class KeySlots(NamedTuple):
@@ -72,7 +75,7 @@ class Partial(NamedTuple):
     No tuple in here may be None, nor hold None: Triton 3.6 compares none such with None.
     """
 
-    # [spans, tokens, q_heads, head_dim] float32; None: a program sees all keys of its rows
+    # [spans, tokens, q_heads, head_dim] float32; None: there is one span
     output: torch.Tensor | None
     log_sums: torch.Tensor | None  # [spans, tokens, q_heads] float32 log-sum-exp to base 2
     joined: torch.Tensor  # [tokens, q_heads, head_dim]
@@ -98,6 +101,7 @@ class Layer(NamedTuple):
     has_window: Any = False
     has_cap: Any = False
     sees_block: Any = False
+    walks: Any = False  # as in `WorkSplit`
     overlaps: Any = False  # launches, as in `kernels/skinny.py`
 
     @classmethod
@@ -116,6 +120,7 @@ class Layer(NamedTuple):
             block_keys=split.block_keys,
             block_columns=max(16, triton.next_power_of_2(num_columns)),
             most_spans=MAX_SPANS,
+            walks=split.walks,
             **more,
         )
         return cls(*map(tl.constexpr, found))
@@ -149,6 +154,8 @@ class _Span(NamedTuple):
 
     is_tail: bool
     is_first_of_tail: bool
+    is_last_of_prefix: bool  # whose program walks tails, if any walks
+    is_whole_prefix: bool  # one span has all keys, or there is none
     block: int
     head: int  # of keys
     slots: torch.Tensor  # of the span's positions, modulo `mask` + 1
@@ -185,8 +192,9 @@ def attend(
         layer: the kernel's constants.
         sinks: ``[q_heads]`` scores of a key without a value.
         value_scale: factor of the output.
-        arrivals: ``[G * kv_heads]`` int32 zeros, or more, kept from launch to launch: with it one
-            launch does both, where one block has all rows of a request and key head.
+        arrivals: int32 zeros, kept from launch to launch, at least one for each request, key head
+            and block of a prefix: with it one launch does both, where programs walk, or one block
+            has all rows of a request and key head.
 
     Returns:
         ``[G, N, C, q_heads, head_dim]``, contiguous.
@@ -198,8 +206,9 @@ def attend(
     num_tail = size * num_particles * kv_heads * split.tail_blocks * split.tail_spans
     # Every query has a partial result from each span.
     tokens = size * num_particles * num_columns
-    shape = split.prefix_spans + split.tail_spans, tokens, q_heads
-    has_parts = split.tail_spans > 0
+    num_spans = split.prefix_spans + split.tail_spans
+    shape = num_spans, tokens, q_heads
+    has_parts = num_spans > 1
     partial = Partial(
         query.new_empty(*shape, head_dim, dtype=torch.float32) if has_parts else None,
         query.new_empty(*shape, dtype=torch.float32) if has_parts else None,
@@ -207,8 +216,8 @@ def attend(
         value_scale,
         sinks,
     )
-    if arrivals is not None and split.prefix_blocks == 1:
-        assert len(arrivals) >= size * kv_heads, "one for each request and key head"
+    if has_parts and (split.walks or split.prefix_blocks == 1) and arrivals is not None:
+        assert len(arrivals) >= size * kv_heads * split.prefix_blocks, "one for each that is joined"
         partial = partial._replace(arrivals=arrivals)
     queries = query.flatten(0, 2)
     kernel[(num_prefix + num_tail,)](
@@ -252,14 +261,23 @@ def own_span(slots, layer, window, first_key, grid):
     # The spans of a prefix have equal numbers of whole blocks of keys.
     left = tl.maximum(committed - first, 0)
     even = tl.cdiv(left, layer.block_keys * grid.prefix_spans) * layer.block_keys
+    last_span = 0
+    if layer.walks:
+        even = tl.maximum(even, _LEAST_SPAN)
+        last_span = tl.maximum(tl.cdiv(left, even) - 1, 0)
     length = tl.where(is_tail, grid.tail_span, even)
     begin = tl.where(is_tail, tl.maximum(committed, first_key), first) + program.span * length
     end = tl.where(is_tail, tail_end, committed)
     num_tokens = tl.where(is_tail, 1, grid.num_particles) * layer.num_columns
+    first_token = owner * num_tokens
+    if layer.walks:  # beside a span that is the whole prefix there is nothing to do
+        num_tokens = tl.where((last_span == 0) & (program.span > 0), 0, num_tokens)
     partial_span = program.span + tl.where(is_tail, grid.prefix_spans, 0)
     return _Span(
         is_tail=is_tail,
         is_first_of_tail=is_tail & (program.span == 0),
+        is_last_of_prefix=program.span == last_span,
+        is_whole_prefix=last_span == 0,
         block=program.block,
         head=program.head,
         slots=tl.where(is_tail, own_tail, prefix),
@@ -268,7 +286,7 @@ def own_span(slots, layer, window, first_key, grid):
         start=start,
         begin=begin,
         end=tl.minimum(begin + length, end),
-        first_token=owner * num_tokens,
+        first_token=first_token,
         num_tokens=num_tokens,
         place=partial_span.to(tl.int64) * grid.all_tokens * (layer.kv_heads * layer.group),
     )
@@ -305,7 +323,9 @@ def part_of(span, slots, particle, is_tail, first_key, layer):
     tail, start, end = _tail_of(slots, particle, span.end, is_tail, layer)
     return _Span(
         is_tail=is_tail,
-        is_first_of_tail=False,
+        is_first_of_tail=is_tail,
+        is_last_of_prefix=span.is_last_of_prefix,
+        is_whole_prefix=span.is_whole_prefix,
         block=span.block,
         head=span.head,
         slots=tl.where(is_tail, tail, span.slots),
@@ -313,7 +333,7 @@ def part_of(span, slots, particle, is_tail, first_key, layer):
         start=start,
         begin=tl.where(is_tail, tl.maximum(span.end, first_key), span.begin),
         end=tl.where(is_tail, end, span.end),
-        first_token=span.first_token,
+        first_token=tl.where(is_tail, particle * layer.num_columns, span.first_token),
         num_tokens=span.num_tokens,
         place=span.place,
     )
@@ -389,21 +409,31 @@ def add_scores(scores, highest, total):
 @triton.jit
 def store(partial, span, token, head, softmax, in_rows, layer):
     """Store a program's softmax, of `add_scores`; of rows without keys log-sums of -inf alone."""
-    highest, total, output = softmax
+    place = token * (layer.kv_heads * layer.group) + head
     if partial.output is None:
-        place = token * (layer.kv_heads * layer.group) + head
         _store_joined(partial, place, softmax, in_rows, layer)
     else:
-        dim = tl.arange(0, layer.block_dim)
-        some = total != 0  # true for NaN, so that NaN propagates
-        log_sum = tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
-        place = span.place + token * (layer.kv_heads * layer.group) + head
-        tl.store(partial.log_sums + place, log_sum, mask=in_rows)
-        tl.store(
-            partial.output + place[:, None] * layer.head_dim + dim[None, :],
-            output / tl.where(some, total, 1.0)[:, None],
-            mask=(in_rows & some)[:, None] & (dim < layer.head_dim)[None, :],
-        )
+        is_part = in_rows
+        if layer.walks:
+            is_part = in_rows & (span.is_whole_prefix == 0)
+            _store_joined(partial, place, softmax, in_rows & span.is_whole_prefix, layer)
+        own = span.place + token * (layer.kv_heads * layer.group) + head
+        _store_part(partial, own, softmax, is_part, layer)
+
+
+@triton.jit
+def _store_part(partial, place, softmax, in_rows, layer):
+    """Store the softmax of a block of query rows over some of their keys."""
+    highest, total, output = softmax
+    dim = tl.arange(0, layer.block_dim)
+    some = total != 0  # true for NaN, so that NaN propagates
+    log_sum = tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+    tl.store(partial.log_sums + place, log_sum, mask=in_rows)
+    tl.store(
+        partial.output + place[:, None] * layer.head_dim + dim[None, :],
+        output / tl.where(some, total, 1.0)[:, None],
+        mask=(in_rows & some)[:, None] & (dim < layer.head_dim)[None, :],
+    )
 
 
 @triton.jit
@@ -425,18 +455,23 @@ def _store_joined(partial, place, softmax, in_rows, layer):
 def join_last(partial, span, grid, layer):
     """Join the spans of a request and key head, if all other programs of them have stored theirs.
 
-    In order of the spans, whichever program is the last. The barrier and the counter order their
-    stores before its loads. The counter is left at 0 for the next launch.
+    Where programs walk, those of a block of rows. In order of the spans, whichever program is the
+    last. The barrier and the counter order their stores before its loads. The counter is left at 0
+    for the next launch.
     """
     num_tokens = grid.num_particles * layer.num_columns
     request = span.first_token // num_tokens
-    counter = partial.arrivals + request * layer.kv_heads + span.head
-    tl.debug_barrier()
-    arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+    block = span.block if layer.walks else 0  # of tails there are several, of all rows one
+    counter = (request * layer.kv_heads + span.head) * grid.prefix_blocks + block
+    counter = partial.arrivals + counter
     num_tails = grid.num_particles * grid.tail_blocks * grid.tail_spans
-    if arrived == grid.prefix_spans + num_tails - 1:
+    last = grid.prefix_spans + num_tails - 1
+    is_part = (span.is_whole_prefix == 0) | (num_tails > 0)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter, 1, mask=is_part, sem="acq_rel")
+    if is_part & (arrived == last):
         tl.store(counter, 0)
-        row = tl.arange(0, layer.block_rows)
+        row = block * layer.block_rows + tl.arange(0, layer.block_rows)
         token = request * num_tokens + row // layer.group
         head = row % layer.group
         in_rows = row < num_tokens * layer.group
@@ -462,10 +497,12 @@ def _join_rows(partial, place, step, grid, in_rows, layer):
     highest = tl.where(highest > float("-inf"), highest, 0.0)
     total = tl.sum(tl.exp2(log_sums - highest[None, :]), 0)
     output = tl.zeros([layer.block_rows, layer.block_dim], tl.float32)
-    # The first spans of a prefix have keys. Loads of several spans are to be on their way at once.
+    # The first spans of a prefix have keys. Several loads are to be on their way at once; where
+    # programs walk, one takes a thread 64 registers.
+    at_once: tl.constexpr = 1 if layer.walks else 4
     some = (tl.max(log_sums, 1) > float("-inf")) & (nth < grid.prefix_spans)
     used = tl.max(tl.where(some, nth + 1, 0), 0)
-    for one in tl.range(0, used + grid.tail_spans, loop_unroll_factor=4):
+    for one in tl.range(0, used + grid.tail_spans, loop_unroll_factor=at_once):
         at = place + tl.where(one < used, one, one - used + grid.prefix_spans) * step
         log_sum = tl.load(partial.log_sums + at, mask=in_rows, other=float("-inf"))
         weight = tl.exp2(log_sum - highest)[:, None]

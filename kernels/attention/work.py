@@ -78,12 +78,23 @@ WIDE_BLOCKS = {2: Blocks(32, 32, 8, 3), 4: Blocks(16, 16, 8, 3)}
 SMALL_BLOCKS = {2: Blocks(64, 64, 8, 5), 4: Blocks(32, 32, 8, 3)}
 SMALL_WIDE_BLOCKS = {2: Blocks(32, 32, 4, 3), 4: Blocks(16, 16, 8, 3)}
 NARROW = 128
-MAX_ROTATED = 4096  # numbers of a block of queries that a program rotates: 32 a thread
+# Numbers of a block of queries that a program rotates, 32 a thread; any on an H100 and later, whose
+# tensor cores read queries from shared memory.
+MAX_ROTATED = 4096
 MAX_HEAD_DIM = 256
 # A program joins a single tile, spans * head_dim: at most 32 numbers a thread.
 MAX_SPANS = 32
 MAX_TAIL_SPANS = 8
 TAIL_SPAN = 512  # keys of a tail that one program reads, or a multiple where a tail may be longer
+# Where programs walk tails, too: the share of waves below which prefixes are split. Then there are
+# less than 4 / 3 times as many blocks of rows as programs run at a time; each has a counter.
+FULL = 2 / 3
+MOST_WALKING = 512
+# Tails that a program walks which rotates new keys, in turn: a draft's token has few rows, and few
+# partial results.
+MOST_WALKED = 2
+# Keys of a span of theirs at least. Its partial results take the time of about as many.
+LEAST_SPAN = 512
 
 
 class WorkSplit(NamedTuple):
@@ -96,8 +107,13 @@ class WorkSplit(NamedTuple):
     prefix_blocks: int  # blocks of query rows that share a prefix
     prefix_spans: int
     tail_blocks: int  # blocks of query rows of one particle
-    tail_spans: int  # 0: programs of prefixes walk the tails of their rows, too
+    tail_spans: int
     tail_span: int  # keys of each
+
+    @property
+    def walks(self) -> bool:
+        """Return whether programs of prefixes walk the tails of their rows, too."""
+        return self.tail_spans == 0
 
 
 @lru_cache
@@ -112,24 +128,40 @@ def cut_work(
 ) -> WorkSplit:
     """Split the work for queries ``[G, N, C, q_heads, head_dim]`` of ``element_size`` bytes.
 
-    Where each multiprocessor has a block of rows, its program walks all keys. Partial results of
+    Where each multiprocessor has a block of rows, its program walks tails, too. Partial results of
     four spans would take as many bytes as a prefix of 2,300 tokens: 8 particles of 9 columns.
+    Unless they nearly fill their last wave, prefixes are split: a long one has several spans then.
 
     Args:
-        rotates: whether programs rotate them and write new keys; then tails have their own.
+        rotates: whether programs rotate them and write new keys.
     """
     blocks = _blocks(shape[4], chip)[element_size]
-    if rotates:
+    if rotates and chip.shared < H100.shared:
         most = MAX_ROTATED // triton.next_power_of_2(shape[4])
         blocks = blocks._replace(most_rows=min(blocks.most_rows, most))
-    split = cut(shape, kv_heads, blocks, max_prefix, max_tail, chip.resident_programs(2))
+    resident = chip.resident_programs(2)
+    split = cut(shape, kv_heads, blocks, max_prefix, max_tail, resident)
     programs = shape[0] * kv_heads * split.prefix_blocks
     spills = shape[4] > NARROW and element_size > 2
-    if rotates or spills or split.tail_spans > 1 or programs < chip.multiprocessors:
+    rows = shape[2] * shape[3] // kv_heads  # of a particle
+    walks_many = rotates and min(shape[1], split.block_rows // rows) > MOST_WALKED
+    if walks_many or spills or split.tail_spans > 1 or programs < chip.multiprocessors:
         return split
     # Where a program has a multiprocessor to itself: with four warps the A100 spills registers.
     num_warps = split.num_warps if chip.shared >= H100.shared else 8
-    return split._replace(num_warps=num_warps, prefix_spans=1, tail_spans=0)
+    prefix_spans = 1
+    if _filled(programs / resident) < FULL:
+        prefix_spans = min(split.prefix_spans, triton.cdiv(max_prefix, LEAST_SPAN))
+    return split._replace(num_warps=num_warps, prefix_spans=prefix_spans, tail_spans=0)
+
+
+def can_rotate(num_rows: int, head_dim: int, chip: Chip) -> bool:
+    """Return whether programs can rotate a particle's query rows in blocks as large as otherwise.
+
+    Smaller ones read a prefix more often, which costs more than two launches.
+    """
+    block = num_rows * triton.next_power_of_2(head_dim)
+    return chip.shared >= H100.shared or block <= MAX_ROTATED
 
 
 def _blocks(head_dim: int, chip: Chip) -> dict[int, Blocks]:
@@ -176,6 +208,10 @@ def _fewest_spans(programs: int, most: int, resident: int) -> int:
     as long as a full one. Nearly full is 85 % of the best fill; FlashAttention chooses its splits
     by the same rule.
     """
-    waves = [spans * programs / resident for spans in range(1, most + 1)]
-    shares = [wave / math.ceil(wave) for wave in waves]
+    shares = [_filled(spans * programs / resident) for spans in range(1, most + 1)]
     return 1 + next(i for i, share in enumerate(shares) if share >= 0.85 * max(shares))
+
+
+def _filled(waves: float) -> float:
+    """Return the share of waves of programs that is filled."""
+    return waves / math.ceil(waves)

@@ -140,6 +140,9 @@ class ParticleAttention(PoolAttention):
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
     """Positions and table by which the next layer's queries and keys are yet to be rotated."""
 
+    rotates_pass = False
+    """Whether layers of the running pass leave rotations to this attention."""
+
     def __init__(
         self,
         runner: ModelRunner,
@@ -167,11 +170,14 @@ class ParticleAttention(PoolAttention):
         self._shape: tuple[int, ...]  # [G, N, C] of the running forward
         self._merged: MergedRows | None = None
         self._new: dict[str, Any] = {}  # keys of the running layer that are yet to be written
-        if self.rotates:
+        if implementation == "triton" and self.rank is None:
+            from sglang_smc.kernels.attention.work import MOST_WALKING
+
             pool = self.token_to_kv_pool
             rows = len(self.req_to_token_pool.req_to_token)
-            kv_heads = pool.get_key_buffer(kv_layers(pool)[0]).shape[1]
-            self._arrivals = torch.zeros(rows * kv_heads, dtype=torch.int32, device=tails.device)
+            _, kv_heads, self._head_dim = pool.get_key_buffer(kv_layers(pool)[0]).shape
+            counters = max(rows * kv_heads, MOST_WALKING)
+            self._arrivals = torch.zeros(counters, dtype=torch.int32, device=tails.device)
         # Arguments: the window, and whether tokens of a block attend to each other.
         self._attend_over: Callable[[int | None, bool], Attend]
 
@@ -200,6 +206,7 @@ class ParticleAttention(PoolAttention):
         """
         self._shape = chains.slots.shape
         self._merged = merged
+        self.rotates_pass = self.rotates and self.ends_at is None and self._can_rotate()
 
         def attend_over(window: int | None, sees_block: bool) -> Attend:
             return self._plan(
@@ -216,6 +223,12 @@ class ParticleAttention(PoolAttention):
 
         self._attend_over = cache(attend_over)  # layers of one kind share their plan
 
+    def _can_rotate(self) -> bool:
+        from sglang_smc.kernels.attention import work
+
+        chip = work.chip_of(self.tails.device)
+        return work.can_rotate(self._shape[2] * self.group, self._head_dim, chip)
+
     def write(
         self, layer: RadixAttention, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
@@ -226,7 +239,7 @@ class ParticleAttention(PoolAttention):
         from sglang_smc.kernels.attention.particle_attention import New
 
         positions, table = self.rotation
-        self._new = {"new": New.of(k, v, slots, positions, table, self._arrivals)}
+        self._new = {"new": New.of(k, v, slots, positions, table)}
         self.rotation = None
 
     def attended(self, q: torch.Tensor, layer: RadixAttention, softmax: Softmax) -> torch.Tensor:
@@ -273,8 +286,9 @@ class ParticleAttention(PoolAttention):
             )
         from sglang_smc.kernels.attention.particle_attention import particle_attention
 
+        fixed: dict[str, Any] = {"max_prefix": longest, "arrivals": self._arrivals}
         return lambda query, keys, values, softmax, **new: particle_attention(
-            query, keys, values, context, max_prefix=longest, **softmax._asdict(), **new
+            query, keys, values, context, **softmax._asdict(), **new, **fixed
         )
 
 

@@ -19,13 +19,15 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang_smc import upstream
 from sglang_smc.models.attention import Implementation, KeysWritten, ParticleAttention
 from sglang_smc.models.chains import Chains, MergedRows, merge_rows
+from sglang_smc.models.rotary import leave_rotations
 from sglang_smc.upstream import kv_layers
 
 
 class ParticleForward:
     """A forward of one model over particles.
 
-    The model is SGLang's own; the attention backend is replaced for the duration of a forward.
+    The model is SGLang's own; the attention backend is replaced for the duration of a forward, and
+    rotates queries and keys where it can (`leave_rotations`).
     Particles that write a token to the same KV slot have the same text up to there: where shapes
     may depend on values, as in plain torch, the model runs once for each slot.
 
@@ -53,6 +55,7 @@ class ParticleForward:
         self.attn_backend = ParticleAttention(
             runner, tails, attention, first_key=self._first_key, blocks=self._blocks
         )
+        leave_rotations(runner.model, self.attn_backend)
         self.max_columns = max_columns
         self._counts = torch.arange(max_columns + 1, device=tails.device)
         self.merges = attention == "torch"  # rows of one slot are run once

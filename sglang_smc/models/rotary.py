@@ -37,7 +37,7 @@ class LateRotary(torch.nn.Module):
             query, key: ``[R, heads * head_dim]``.
         """
         own = self._attention
-        if get_attn_backend() is not own or own.ends_at is not None:  # keys alone are not attended
+        if get_attn_backend() is not own or not own.rotates_pass:
             return self.rotary(positions, query, key)
         own.rotation = positions, self.rotary.cos_sin_cache
         return query, key
@@ -59,13 +59,15 @@ def leave_rotations(model: torch.nn.Module, attention: ParticleAttention) -> Non
 def _is_plain(rotary: torch.nn.Module) -> bool:
     """Return whether an embedding rotates whole heads, NeoX style, by a row of its table each.
 
-    Scaled kinds that differ in the table alone do so.
+    Scaled kinds that differ in the table alone do so. SGLang's fallback rounds the table to 16
+    bits, at another address, when it runs first.
     """
     own = RotaryEmbedding
     return (
         isinstance(rotary, own)
         and type(rotary).forward_native is own.forward_native
         and type(rotary).forward_cuda is own.forward_cuda
+        and not rotary.use_fallback_kernel
         and rotary.is_neox_style
         and rotary.rotary_dim == rotary.head_size
     )

@@ -414,14 +414,15 @@ def _products(ops: Ops, of: Inputs, rows: int) -> Any:
 def _attention(ops: Ops, of: Inputs, *, latent: bool) -> list[torch.Tensor]:
     """Attend with each model's heads of a kind, for one new token per particle and for a block.
 
-    For few requests, and for as many as have a program on each multiprocessor. And with a draft's,
-    by which two tokens are rotated and written, too.
+    For few requests, and for as many as have a program on each multiprocessor. And with those that
+    rotate and write new tokens, too.
     """
     models = [heads for heads in of.sizes.heads if bool(heads.rank) == latent]
     columns = (1, of.sizes.num_steps + 1)
     programs = {1, of.multiprocessors}
     found = [_attend(ops, of, *one) for one in product(models, columns, programs)]
-    return found + [_attend(ops, of, one, 2, rotates=True) for one in models if not latent]
+    late = () if latent else product(models, (2, columns[1]), programs)
+    return found + [_attend(ops, of, *one, rotates=True) for one in late]
 
 
 def _attend(
@@ -443,7 +444,7 @@ def _attend(
     slots = context.tails[context.locations.particle_rows.unsqueeze(2), in_ring].long()
     slots = slots.where(position >= context.locations.committed.view(-1, 1, 1), 0).flatten()
     new = [of.normal(len(slots), *of_cache[1:], dtype=heads.dtype) for _ in range(2)]
-    angles = 6 * of.uniforms(PREFIX + 5, heads.head_dim // 2).float()
+    angles = 6 * of.uniforms(PREFIX + num_columns + 3, heads.head_dim // 2).float()
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
     output = run((query, keys, values), heads, context, (*new, slots, position, cos_sin))
     return output, keys[1:], values[1:]  # slot 0 receives the writes of the others
@@ -473,14 +474,16 @@ def _attend_by_kernel(
 ) -> torch.Tensor:
     from sglang_smc.kernels.attention import latent
     from sglang_smc.kernels.attention.particle_attention import New, particle_attention
+    from sglang_smc.kernels.attention.work import MOST_WALKING
 
     query, keys, values = qkv
     sizes: dict[str, Any] = {"max_prefix": PREFIX, "scaling": heads.head_dim**-0.5}
     if heads.rank:
         return latent.latent_attention(query, keys, context, rank=heads.rank, **sizes)
+    counters = max(len(query) * heads.kv_heads, MOST_WALKING)
+    sizes["arrivals"] = torch.zeros(counters, dtype=torch.int32, device=query.device)
     if new:
-        arrivals = torch.zeros(len(query) * heads.kv_heads, dtype=torch.int32, device=query.device)
-        sizes["new"] = New.of(*new, arrivals)
+        sizes["new"] = New.of(*new)
     return particle_attention(query, keys, values, context, **sizes)
 
 

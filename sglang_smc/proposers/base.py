@@ -27,7 +27,6 @@ from sglang_smc.models.chains import Chains
 from sglang_smc.models.draft_layers import fuse_draft, fuse_layers
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.recorder import PassRecording
-from sglang_smc.models.rotary import leave_rotations
 from sglang_smc.proposers.hot_tokens import cut_head, lm_head_of, read_map
 from sglang_smc.proposers.layer_choice import LayerChoice
 from sglang_smc.smc.ledger import Ledger, Slots
@@ -252,7 +251,6 @@ class LanguageModel(DraftProposer):
         late = LATE_TOKENS if context.kernels == "torch" else 0
         columns = max(late, context.num_columns)
         forward = ParticleForward(runner, tails, context.kernels, columns)
-        leave_rotations(runner.model, forward.attn_backend)
         context.fuse(forward)
         return cls(forward, runner, num_missing, vars(runner.model).get("hot_token_id"))
 

@@ -40,7 +40,6 @@ from sglang_smc.models.chains import Chains, MergedRows
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.head_kinds import architecture_of, is_tied, num_mtp
 from sglang_smc.models.head_parts import is_set, require_set
-from sglang_smc.models.rotary import leave_rotations
 from sglang_smc.proposers.base import DraftContext, DraftProposer, DraftSlots, to_full_vocabulary
 from sglang_smc.proposers.hidden_states import ReadTarget, StateTable
 from sglang_smc.proposers.prompt_attention import PromptAttention
@@ -250,7 +249,6 @@ class EagleHead(DraftProposer):
         tails = context.ledger.tails
         passes: Any = context.passes
         forward = EagleForward(runner, tails, context.kernels, context.num_columns + 2)
-        leave_rotations(runner.model, forward.attn_backend)
         context.fuse(forward)
         width = cls.num_states(runner.model_config) * of_target.model_config.hidden_size
         sizes = {"num_columns": context.num_columns, "width": width}

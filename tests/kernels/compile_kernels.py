@@ -97,9 +97,13 @@ def _attention(sizes: Sizes) -> None:
     for layer, num_columns in (*layers, *product(sizes.layers, (1, sizes.steps + 1))):
         if driver.active.get_current_target().arch >= layer.least_capability:
             attend(sizes, layer, num_columns)
-    for num_columns in (1, 2) if sizes.dtype.itemsize == 2 else ():
-        attend(sizes, Layer(sizes.draft), num_columns, is_late=True)
-    attend(sizes._replace(groups=8), Layer(sizes.target), sizes.steps + 1)  # no partial results
+    many = sizes._replace(groups=8)  # whose programs walk tails, too
+    attend(many, Layer(sizes.target), sizes.steps + 1)
+    if sizes.dtype.itemsize == 2:
+        for num_columns in (1, 2):
+            attend(sizes, Layer(sizes.draft), num_columns, is_late=True)
+        for of in (sizes, many):
+            attend(of, Layer(sizes.target), sizes.steps + 1, is_late=True)
     draft, target = sizes.latent_draft, sizes.latent_target
     if sizes.dtype != torch.float32:  # which is refused
         for latents, num_columns in ((draft, 1), (draft, 2), (target, sizes.steps + 1)):
@@ -116,12 +120,12 @@ def attend(sizes: Sizes, layer: Layer, num_columns: int, is_late: bool = False) 
     shape = sizes.groups, sizes.particles, num_columns, heads.q, heads.dim
     width = heads.q * heads.dim
     rows = torch.zeros(math.prod(shape[:3]), width + 2 * heads.kv * heads.dim, dtype=sizes.dtype)
-    late: dict[str, Any] = {}
+    counters = max(sizes.groups * heads.kv, work.MOST_WALKING)
+    late: dict[str, Any] = {"arrivals": torch.zeros(counters, dtype=torch.int32)}
     if is_late:
         new = rows[:, width:].view(len(rows), 2 * heads.kv, heads.dim).chunk(2, dim=1)
         index = torch.zeros(len(rows), dtype=torch.int64)
-        arrivals = torch.zeros(sizes.groups * heads.kv, dtype=torch.int32)
-        late["new"] = New.of(*new, index, index, torch.zeros(64, heads.dim), arrivals)
+        late["new"] = New.of(*new, index, index, torch.zeros(64, heads.dim))
     particle_attention(
         rows[:, :width].view(shape),
         cache,

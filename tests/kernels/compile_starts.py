@@ -93,7 +93,7 @@ def _attention(shape: RoundShape, size: int) -> None:
     sizes = LLAMA._replace(groups=size, particles=shape.num_particles, steps=shape.num_steps)
     for num_columns in (1, 2) if shape.num_steps else ():
         attend(sizes, Layer(sizes.draft), num_columns, is_late=True)
-    attend(sizes, Layer(sizes.target), sizes.steps + 1)
+    attend(sizes, Layer(sizes.target), sizes.steps + 1, is_late=True)
 
 
 def count(config: SMCConfig) -> list[Variant]:

@@ -125,6 +125,18 @@ def test_a_layer_of_a_draft_pass_takes_few_launches(
     assert read * model.num_layers == model.bytes_read(8 * size * num_columns, with_head=False)
 
 
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("size", "attends"), [(1, ["_join_spans"]), (8, [])])
+def test_a_layer_of_verification_rotates_and_writes_in_its_attention(
+    size: int, attends: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red where SGLang's kernels rotate or store, which took two launches more."""
+    launches, _, _ = layer_pass(monkeypatch, 9, size, layers="sglang")
+    print(*launches)
+    first, second, *_ = (nth for nth, name in enumerate(launches) if name == "mm")
+    assert launches[first + 1 : second] == ["_attend_spans", *attends]
+
+
 @pytest.mark.parametrize("size", [1, 8])
 def test_attention_of_many_requests_has_no_partial_results(
     size: int, monkeypatch: pytest.MonkeyPatch

@@ -24,7 +24,6 @@ from sglang_smc.kernels.skinny import skinny
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.draft_layers import fuse_layers, quantize_layers
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.models.rotary import leave_rotations
 
 HIDDEN, MLP, Q_HEADS, KV_HEADS, HEAD_DIM, VOCAB_SIZE = 2048, 8192, 32, 8, 64, 512
 SLOTS, MAX_TAIL = 1000, 265
@@ -156,7 +155,6 @@ def layer_pass(
         runner = runner_of(table, pool, DTYPE, (Q_HEADS, KV_HEADS), context_len=PROMPT)
         runner.model = model = FakeLlama(account)
         forward = ParticleForward(runner, tails, "triton", max_columns=9)
-        leave_rotations(model, forward.attn_backend)
         if layers == "fused-int8":
             assert quantize_layers(model) == 1
             account.calls.clear()

@@ -2,9 +2,11 @@
 
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
+from sglang_smc.kernels.attention import work
 from sglang_smc.models.attention import ParticleAttention
 from sglang_smc.models.chains import Chains, MergedRows
 from sglang_smc.models.softmax import SharedPrefixPlan, Softmax, plan_shared_prefix
@@ -254,3 +256,10 @@ def backend_of(
     tokens = case.query[..., 0, 0].long()
     backend.plan(Chains(tokens, case.starts, tokens, context_of(case).locations))
     return backend
+
+
+def one_multiprocessor() -> Any:
+    """Let the device have one, so that it has rows: programs walk the tails of theirs."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chip = work.chip_of(device)._replace(multiprocessors=1)
+    return mock.patch.object(work, "chip_of", lambda _: chip)

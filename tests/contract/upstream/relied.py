@@ -38,6 +38,7 @@ srt.managers.overlap_utils.FutureMap(* device spec_algo req_to_token_pool
 srt.configs.model_config.ModelConfig: is_hybrid_swa model_is_mrope speculative_algorithm
     .__init__ | calls self._config_draft_model self._derive_model_shapes
 srt.layers.rotary_embedding.base.RotaryEmbedding: cos_sin_cache head_size is_neox_style rotary_dim
+        use_fallback_kernel
     .forward_native(self positions query key)
     .forward_cuda(self positions query key)
 srt.layers.layernorm.RMSNorm: weight variance_epsilon variance_size_override
