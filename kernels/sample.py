@@ -6,7 +6,7 @@ the tile that a uniform falls into, and reads that tile alone again. Where one d
 sampled more than once, `row_sums` runs the first launch for all. Only `log_probs`, of all tokens,
 allocates a tensor of the logits' size.
 
-Tokens that filters drop (`kernels.filters.keep_tokens`) are masked as logits are read. A greedy
+Tokens that filters drop (`kernels.filters.filtered`) are masked as logits are read. A greedy
 group's token is the first of its tiles' largest logits, with no launch of its own.
 """
 
@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.kernels.filters import cut_of, dropped
 from sglang_smc.kernels.tensors import check_contiguous, tiles
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.filters import KeptTokens
@@ -100,7 +99,7 @@ class Row(NamedTuple):
     logits: Any  # address of the first
     temperature: Any
     is_greedy: Any
-    cut: Any  # of `cut_of`
+    cut: Any  # a `KeptTokens` of this row
     largest: Any  # logit over temperature
     mass: Any  # relative to that
     likeliest: Any  # token
@@ -108,6 +107,15 @@ class Row(NamedTuple):
 
 def summed(law: TokenDistribution) -> tuple[Source, RowSums, dict[str, int]]:
     """Return the source, its sums, and the compile-time sizes of the kernels that read them."""
+    source, sums, sizes = unsummed(law)
+    if law.sums is not None:
+        return source, law.sums._replace(rows=source.rows), sizes
+    _sum_tile[sums.highest.shape](source, sums, tile=sizes["tile"], num_warps=8)
+    return source, sums, sizes
+
+
+def unsummed(law: TokenDistribution) -> tuple[Source, RowSums, dict[str, int]]:
+    """Return what `summed` does, with sums that no program has written."""
     logits = law.scores
     rows = law.rows
     greedy = law.greedy
@@ -125,15 +133,10 @@ def summed(law: TokenDistribution) -> tuple[Source, RowSums, dict[str, int]]:
         vocab_size,
     )
     tile, num_tiles = tiles(vocab_size, _TILE)
-    shape = size, num_tiles
     sizes = {"padded_tiles": triton.next_power_of_2(num_tiles), "tile": tile}
-    if law.sums is not None:
-        return source, law.sums._replace(rows=source.rows), sizes
-    highest = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    highest = torch.empty(size, num_tiles, dtype=torch.float32, device=logits.device)
     first = None if greedy is None else torch.empty_like(highest, dtype=torch.int32)
-    sums = RowSums(highest, torch.empty_like(highest), first, num_tiles)
-    _sum_tile[shape](source, sums, tile=tile, num_warps=8)
-    return source, sums, sizes
+    return source, RowSums(highest, torch.empty_like(highest), first, num_tiles), sizes
 
 
 @triton.jit
@@ -153,8 +156,22 @@ def _is_greedy(source, draw):
 
 
 @triton.jit
-def _own(source, draw):
-    """Load what `_scaled` needs of a draw: the first fields of `Row`."""
+def _cut_of(kept, row):
+    """Load where a row is cut, for `_dropped`."""
+    return KeptTokens(
+        tl.load(kept.above + row), tl.load(kept.lowest + row), tl.load(kept.last + row)
+    )
+
+
+@triton.jit
+def _dropped(cut, raw, columns):
+    """Return which of a row's tokens are cut, as `KeptTokens.dropped` does."""
+    return ((raw < cut.above) & (columns > cut.last)) | (raw < cut.lowest)
+
+
+@triton.jit
+def own_of(source, draw):
+    """Load what `scaled_at` needs of a draw: the first fields of `Row`."""
     row = _row_of(source, draw)
     temperature = tl.load(source.temperature + draw // source.draws_each).to(tl.float32)
     is_greedy = 0
@@ -163,33 +180,46 @@ def _own(source, draw):
         temperature = tl.where(is_greedy, 1.0, temperature)
     cut = 0
     if source.kept is not None:
-        cut = cut_of(source.kept, row)
+        cut = _cut_of(source.kept, row)
     return Row(source.logits + row * source.stride, temperature, is_greedy, cut, 0, 0, 0)
 
 
 @triton.jit
-def _scaled(source, own, columns):
-    """Return logits over temperature, with torch's rounding, so that they are bit-identical."""
+def raw_at(source, own, columns):
+    """Load logits of some tokens."""
     at = own.logits + columns
-    raw = tl.load(at, mask=columns < source.vocab_size, other=-float("inf")).to(tl.float32)
+    return tl.load(at, mask=columns < source.vocab_size, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def scaled_at(source, own, columns):
+    """Return logits over temperature, with torch's rounding, so that they are bit-identical."""
+    raw = raw_at(source, own, columns)
     scaled = tl.div_rn(raw, own.temperature)
     if source.kept is not None:
-        scaled = tl.where(dropped(own.cut, raw, columns), -float("inf"), scaled)
+        scaled = tl.where(_dropped(own.cut, raw, columns), -float("inf"), scaled)
     return scaled
 
 
 @triton.jit
 def _sum_tile(source, sums, tile: tl.constexpr):
     draw = tl.program_id(0)
-    part = tl.program_id(1)
+    add_up_tile(source, own_of(source, draw), sums, draw, tl.program_id(1), tile)
+
+
+@triton.jit
+def add_up_tile(source, own, sums, draw, part, tile: tl.constexpr):
+    """Store the sums of one tile of a draw, and return them: a row of `RowSums`."""
     columns = part * tile + tl.arange(0, tile)
-    scaled = _scaled(source, _own(source, draw), columns)
+    scaled = scaled_at(source, own, columns)
     largest = tl.max(scaled, 0)
     at = draw * sums.num_tiles + part
     tl.store(sums.highest + at, largest)
-    tl.store(sums.total + at, tl.sum(_relative(scaled, largest), 0))
+    total = tl.sum(_relative(scaled, largest), 0)
+    tl.store(sums.total + at, total)
     if source.greedy is not None:
         tl.store(sums.first + at, tl.min(tl.where(scaled == largest, columns, 0x7FFFFFFF), 0))
+    return largest, total
 
 
 @triton.jit
@@ -259,12 +289,12 @@ def _draw(
     factor = tl.sum(tl.where(part == found, factors, 0.0), 0)
 
     columns = found * tile + tl.arange(0, tile)
-    own = _own(source, draw)
-    scaled = _scaled(source, own, columns)
+    own = own_of(source, draw)
+    scaled = scaled_at(source, own, columns)
     # Relative to the tile's own largest logit: relative to the row's, it may underflow float32.
     inner = _relative(scaled, tl.max(scaled, 0)).to(tl.float64)
     token = tl.where(mass == mass, _find(inner, columns, (target - before) / factor), 0)
-    log_prob = _log_prob(_scaled(source, own, token), largest, mass)
+    log_prob = _log_prob(scaled_at(source, own, token), largest, mass)
     if source.greedy is not None:
         likeliest = tl.where(mass > 0, _likeliest(sums, draw, largest, padded_tiles), 0)
         token = tl.where(own.is_greedy, likeliest, token)
@@ -279,8 +309,8 @@ def _score(source, sums, tokens, log_probs, padded_tiles: tl.constexpr, tile: tl
     masses, _, largest = _tile_masses(sums, draw, padded_tiles)
     mass = tl.sum(masses, 0)
     token = tl.load(tokens + draw)
-    own = _own(source, draw)
-    log_prob = _log_prob(_scaled(source, own, token), largest, mass)
+    own = own_of(source, draw)
+    log_prob = _log_prob(scaled_at(source, own, token), largest, mass)
     if source.greedy is not None:
         likeliest = _likeliest(sums, draw, largest, padded_tiles)
         log_prob = tl.where(own.is_greedy, _sure(token, likeliest, mass), log_prob)
@@ -291,7 +321,7 @@ def _score(source, sums, tokens, log_probs, padded_tiles: tl.constexpr, tile: tl
 def row_of(source, sums, draw, padded_tiles: tl.constexpr):
     """Load what `log_probs_at` needs of a draw: a `Row`."""
     masses, _, largest = _tile_masses(sums, draw, padded_tiles)
-    own = _own(source, draw)
+    own = own_of(source, draw)
     likeliest = 0
     if source.greedy is not None:
         likeliest = _likeliest(sums, draw, largest, padded_tiles)
@@ -303,7 +333,7 @@ def row_of(source, sums, draw, padded_tiles: tl.constexpr):
 def log_probs_at(source, row, columns):
     """Return the log-probabilities of some tokens; ``row`` is of `row_of`."""
     # In float32, as in torch: nothing is summed here.
-    found = (_scaled(source, row, columns) - row.largest) - tl.log(row.mass).to(tl.float32)
+    found = (scaled_at(source, row, columns) - row.largest) - tl.log(row.mass).to(tl.float32)
     if source.greedy is not None:
         found = tl.where(row.is_greedy, _sure(columns, row.likeliest, row.mass), found)
     return found

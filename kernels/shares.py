@@ -133,11 +133,11 @@ def _masses_of_tile(at, p_row, q_row, part, tile: tl.constexpr):
         log_p, log_q, bins = read_tokens(at, p_row, q_row, tokens)
         p = tl.reshape(tl.exp(log_p), [_SETS, each, 1])
         q = tl.reshape(tl.exp(log_q), [_SETS, each, 1])
-        p_high = _leading(p)
-        q_high = _leading(q)
+        p_high = leading(p)
+        q_high = leading(q)
         is_in = tl.reshape(bins & (_IN_ROW - 1), [_SETS, each, 1]) == column % _IN_ROW
         high = tl.where(column < _IN_ROW, p_high, q_high)
-        low = tl.where(column < _IN_ROW, _leading(p - p_high), _leading(q - q_high))
+        low = tl.where(column < _IN_ROW, leading(p - p_high), leading(q - q_high))
         ones = tl.where(tl.reshape(bins >> _BITS, [_SETS, 1, each]) == row, 1.0, 0.0)
         of_turn = tl.dot(ones, tl.where(is_in, low, 0.0), input_precision="tf32")
         of_turn = tl.dot(ones, tl.where(is_in, high, 0.0), of_turn, input_precision="tf32")
@@ -146,7 +146,7 @@ def _masses_of_tile(at, p_row, q_row, part, tile: tl.constexpr):
 
 
 @triton.jit
-def _leading(values):
+def leading(values):
     """Round to the 11 leading bits of 24 (Veltkamp's splitting); NaN stays."""
     scaled = values * (2.0**13 + 1.0)
     return scaled - (scaled - values)

@@ -37,10 +37,8 @@ class _Tensors(NamedTuple):
     total: Any
     greedy: Any = None
     first: Any = None
-    peak: Any = None  # of `KeptTokens`, as the next four
-    rate: Any = None
+    above: Any = None  # of `KeptTokens`, as the next two
     lowest: Any = None
-    key: Any = None
     last: Any = None
     rows: Any = None
 
@@ -48,8 +46,8 @@ class _Tensors(NamedTuple):
 _NUM_FIELDS = tl.constexpr(len(_Tensors._fields) + 1)  # with the stride of logits
 _AT_LOGITS, _AT_TEMPERATURE, _AT_HIGHEST, _AT_TOTAL = (tl.constexpr(field) for field in range(4))
 _AT_GREEDY, _AT_FIRST = (tl.constexpr(field) for field in range(4, 6))
-_AT_PEAK, _AT_RATE, _AT_LOWEST, _AT_KEY, _AT_LAST = (tl.constexpr(field) for field in range(6, 11))
-_AT_ROWS, _AT_STRIDE = (tl.constexpr(field) for field in range(11, 13))
+_AT_ABOVE, _AT_LOWEST, _AT_LAST = (tl.constexpr(field) for field in range(6, 9))
+_AT_ROWS, _AT_STRIDE = (tl.constexpr(field) for field in range(9, 11))
 
 
 class Laws(NamedTuple):
@@ -211,10 +209,8 @@ def rows_at(at, node, padded_tiles: tl.constexpr):
     kept = None
     if like.kept is not None:
         kept = KeptTokens(
-            like.kept.peak + tl.load(places + _AT_PEAK),
-            like.kept.rate + tl.load(places + _AT_RATE),
+            like.kept.above + tl.load(places + _AT_ABOVE),
             like.kept.lowest + tl.load(places + _AT_LOWEST),
-            like.kept.key + tl.load(places + _AT_KEY),
             like.kept.last + tl.load(places + _AT_LAST),
         )
     of_q = Source(

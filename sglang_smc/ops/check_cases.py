@@ -160,10 +160,10 @@ def _filters(of: Inputs) -> tuple[torch.Tensor, ...]:
     return tuple(torch.tensor(rule, device=of.device) for rule in rules)
 
 
-def _keep_tokens(ops: Ops, of: Inputs) -> Any:
-    law = _law(ops, of)
-    kept = law.keep_tokens(law.scores, law.temperature, *_filters(of))
-    return kept.peak, kept.dropped(law.scores)  # the other fields are not unique
+def _filtered(ops: Ops, of: Inputs) -> Any:
+    law = _law(ops, of)._replace(greedy=None, kept=None).filtered(*_filters(of))
+    assert law.kept is not None
+    return law.kept.dropped(law.scores), law.log_sums()
 
 
 def _sample_and_score(ops: Ops, of: Inputs) -> Any:
@@ -553,7 +553,7 @@ CHECKS = {
     "stratify": Check("stratify", _stratify),
     "edit_logits": Check("edit_logits", _edit_logits),
     "count_tokens": Check("count_tokens", _count_tokens),
-    "keep_tokens": Check("distribution", _keep_tokens),
+    "filtered": Check("distribution", _filtered),
     "sample_and_score": Check("distribution", _sample_and_score),
     "score_tokens": Check("distribution", _score_tokens),
     "log_probs": Check("distribution", _log_probs),

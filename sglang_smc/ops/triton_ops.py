@@ -19,6 +19,7 @@ from sglang_smc.smc.population import Population
 # Their functions are methods here: the first argument is the object.
 _ledgers: Any = lineage
 _distributions: Any = sample
+_filters: Any = filters
 _populations: Any = population
 
 
@@ -43,7 +44,7 @@ class KernelPopulation(Population):
 class KernelDistribution(TokenDistribution):
     """Distributions that are filtered, sampled and scored by kernels."""
 
-    keep_tokens = staticmethod(filters.keep_tokens)
+    filtered = _filters.filtered
     _sample = _distributions.sample_and_score
     _score = _distributions.score_tokens
     log_probs = _distributions.log_probs

@@ -61,9 +61,9 @@ class TokenDistribution(NamedTuple):
             logits, log_mass = restrict(logits, allowed, temperature.unsqueeze(1))
             log_mass = log_mass.flatten()
         scores = logits.flatten(0, 1)
-        kept = None if filters is None else cls.keep_tokens(scores, temperature, *filters)
         rows = None if slots is None else _first_rows(slots)
-        return cls(scores, temperature, rows, log_mass, greedy, kept).summed()
+        law = cls(scores, temperature, rows, log_mass, greedy)
+        return law.summed() if filters is None else law.filtered(*filters)
 
     @classmethod
     def of_log_probs(
@@ -77,11 +77,20 @@ class TokenDistribution(NamedTuple):
         """Return the number of draws, D."""
         return len(self.scores if self.rows is None else self.rows)
 
-    keep_tokens = staticmethod(keep_tokens)
-
     def summed(self) -> "TokenDistribution":
         """Return this distribution; kernels compute each row's normaliser here, once for all."""
         return self
+
+    def filtered(
+        self, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+    ) -> "TokenDistribution":
+        """Return distributions with the tokens that filters keep, `summed`.
+
+        Args:
+            top_k, top_p, min_p: as of `keep_tokens`; top_k is 1 in greedy groups.
+        """
+        kept = keep_tokens(self.scores, self.temperature, top_k, top_p, min_p)
+        return self._replace(kept=kept).summed()
 
     def sample(self, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample D tokens; return them and their log-probabilities in the shape of ``uniforms``.

@@ -1,22 +1,26 @@
 """Find the tokens that top-k, top-p and min-p keep.
 
 All three keep the first tokens of one order: by descending logit, ties by ascending id. So a few
-numbers per row describe the kept set, and no row is sorted. A token's *key* is the distance of its
-logit from the row's largest, in 2^15 steps that are fine enough for the distribution (`_rate`).
-Tokens of one key count as equally likely, lowest id first. Larger distances have the last key.
+numbers per row describe the kept set, and no row is sorted. Logits lie in *buckets*, whose bounds
+are multiples of a power of two, whatever the row's largest logit is: so tokens can be counted
+before it is known. Buckets have 256 *cells*, a token's key. Tokens of one cell count as equally
+likely, lowest id first; so do all in the last bucket, which has no end.
 
 The rules are those of SGLang's sampler: temperature first, then, on the same probabilities
 ("joint"), a rank below top_k, a mass of the preceding tokens of at most top_p, and a p of at least
-min_p times the largest. Each is exact up to the order within the one key where the row is cut.
+min_p times the largest. Each is exact up to the order within the one cell where the row is cut.
 """
 
 from typing import NamedTuple
 
 import torch
 
-NUM_KEYS = 1 << 15
-EXTENT = 31.0  # nats below the likeliest token; less likely tokens share the last key
-_LEVELS = ((8, 128), (0, 256))  # per search level: bits of a key below a bucket, and buckets
+NUM_BUCKETS = 128  # of a row, down from that of its largest logit
+NUM_CELLS = 256  # of a bucket
+NUM_KEYS = NUM_BUCKETS * NUM_CELLS
+EXTENT = 31.0  # nats below the likeliest token; less likely tokens are in the last bucket
+SPREAD = 128.0  # and so are smaller logits than the largest less this
+_LEVELS = ((8, NUM_BUCKETS), (0, NUM_CELLS))  # per search level: bits of a key below, and digits
 _ENTRIES = 1 << 18  # logits that are processed at once, so that wide types stay in the cache
 _MASS_UNIT = 2.0**-44  # of the likeliest token's mass: integer sums do not depend on the order
 
@@ -24,11 +28,9 @@ _MASS_UNIT = 2.0**-44  # of the likeliest token's mass: integer sums do not depe
 class KeptTokens(NamedTuple):
     """Tokens that filters keep, of R rows of logits."""
 
-    peak: torch.Tensor  # [R] float32: the largest logit
-    rate: torch.Tensor  # [R] float32: keys per unit of logits, a power of two
+    above: torch.Tensor  # [R] float32: of smaller logits tokens are kept up to `last`
     lowest: torch.Tensor  # [R] float32: tokens of smaller logits are cut
-    key: torch.Tensor  # [R] int32: tokens of smaller keys are kept; `NUM_KEYS` keeps all
-    last: torch.Tensor  # [R] int32: of the tokens with this key, the last id that is kept
+    last: torch.Tensor  # [R] int32: an id
 
     def at(self, rows: torch.Tensor | None) -> "KeptTokens":
         """Return the kept tokens of each draw's row, ``[D]``; None is one draw per row."""
@@ -36,10 +38,8 @@ class KeptTokens(NamedTuple):
 
     def dropped(self, logits: torch.Tensor) -> torch.Tensor:
         """Return which logits ``[R, V]`` are cut, bool; NaN is never cut, so that it propagates."""
-        key = _keys(logits.float(), self.peak, self.rate)
-        cut = self.key.unsqueeze(1)
         token = torch.arange(logits.shape[1], device=logits.device)
-        after = (key > cut) | ((key == cut) & (token > self.last.unsqueeze(1)))
+        after = (logits < self.above.unsqueeze(1)) & (token > self.last.unsqueeze(1))
         return after | (logits < self.lowest.unsqueeze(1))
 
 
@@ -82,10 +82,11 @@ def _keep(
     """Apply `keep_tokens` to a few rows, float32, each with its own settings."""
     exists = logits > -torch.inf
     peak = logits.amax(1)  # [R]
-    spread = peak - torch.where(exists, logits, torch.inf).amin(1)
-    rate = _rate(spread, temperature, top_p, logits.shape[1])
-    keys = _keys(logits, peak, rate)
-    masses = ((logits - peak.unsqueeze(1)) / temperature.unsqueeze(1)).exp()
+    unit = unit_of(temperature, top_p, logits.shape[1])
+    top = (peak * unit).floor()  # [R] the bucket of the largest, from zero
+    keys = keys_of(logits, top, unit)
+    scaled = logits / temperature.unsqueeze(1)
+    masses = (scaled - scaled.amax(1, keepdim=True)).exp()
     of_tokens = torch.stack([exists.long(), (masses.double() / _MASS_UNIT).long()])
     key, num_left = _search(keys, of_tokens, top_k, top_p)
     running = ((keys == key) & exists).cumsum(1, dtype=torch.int32)  # [R, V]
@@ -93,14 +94,10 @@ def _keep(
     # inf - inf: in a row without a distribution the masses are NaN.
     filters = (top_k > 1) & ~masses.sum(1).isnan()
     is_cut = filters & ((exists.sum(1) >= top_k) | (top_p < 1))
-    lowest = (peak + temperature.double() * min_p.double().log()).float()
-    return KeptTokens(
-        peak=peak,
-        rate=rate,
-        lowest=torch.where(filters & (min_p > 0), lowest, -torch.inf),
-        key=torch.where(is_cut, key.squeeze(1), NUM_KEYS).int(),
-        last=torch.where(is_cut, last, 0).int(),
-    )
+    above, lowest = (bound.where(is_cut, -torch.inf) for bound in bounds_of(key, top, unit))
+    by_min_p = (peak + temperature.double() * min_p.double().log()).float()
+    by_min_p = by_min_p.where(filters & (min_p > 0), -torch.inf)
+    return KeptTokens(above=above, lowest=lowest.maximum(by_min_p), last=last.int())
 
 
 def _search(
@@ -148,23 +145,39 @@ def _first(reached: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
     return torch.where(reached, 2 * size - place, place).mul(exists).argmax(1, keepdim=True)
 
 
-def _keys(logits: torch.Tensor, peak: torch.Tensor, rate: torch.Tensor) -> torch.Tensor:
+def keys_of(logits: torch.Tensor, top: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
     """Return the keys of logits, ``[R, V]`` int32; the key of a NaN is arbitrary."""
-    steps = (peak.unsqueeze(1) - logits) * rate.unsqueeze(1)
-    return steps.clamp(0, NUM_KEYS - 1).nan_to_num(0.0).int()
+    steps = logits * unit.unsqueeze(1)
+    whole = steps.floor()
+    bucket = (top.unsqueeze(1) - whole).clamp_max(NUM_BUCKETS - 1)
+    cell = NUM_CELLS - 1 - ((steps - whole) * NUM_CELLS).floor()
+    cell = cell.where(bucket < NUM_BUCKETS - 1, 0.0)
+    return (bucket * NUM_CELLS + cell).nan_to_num(0.0).int()
 
 
-def _rate(
-    spread: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor, vocab_size: int
-) -> torch.Tensor:
-    """Return the keys per unit of logits, ``[R]`` float32: a power of two, which rounds nothing.
+def bounds_of(
+    key: torch.Tensor, top: torch.Tensor, unit: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the least logits ``[R]`` above a cell ``[R, 1]`` and in it."""
+    bucket, cell = key.squeeze(1) // NUM_CELLS, key.squeeze(1) % NUM_CELLS
+    is_last = bucket == NUM_BUCKETS - 1
+    lowest = (top - bucket + (NUM_CELLS - 1 - cell) / NUM_CELLS) / unit
+    above = lowest + 1 / (unit * NUM_CELLS)
+    # Where float32 has no number between, the next one.
+    above = above.maximum(lowest.nextafter(torch.full_like(lowest, torch.inf)))
+    return above, lowest.where(~is_last, -torch.inf)
 
-    The keys reach down to the smallest logit, at ``spread`` below the largest, but not below
-    `EXTENT`, nor, with top-p, below the logit under which all V tokens together have less than the
-    mass that top-p cuts.
+
+def unit_of(temperature: torch.Tensor, top_p: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return the buckets per unit of logits, ``[R]`` float32: a power of two, which rounds nothing.
+
+    The buckets but the last reach `EXTENT` or `SPREAD` down, but with top-p not below the logit
+    under which all V tokens together have less than the mass that top-p cuts.
     """
     tail = temperature.double() * (vocab_size / (1.0 - top_p.double())).log()
-    extent = torch.minimum(EXTENT * temperature, tail.float()).minimum(spread)
-    # Bits 23 and up of a float32 are its exponent plus 127: this is 2^14 over it, without fraction.
-    exponent = (extent.contiguous().view(torch.int32) >> 23).clamp(14, 255)
-    return ((268 - exponent) << 23).view(torch.float32)
+    extent = torch.minimum(EXTENT * temperature, tail.float()).clamp_max(SPREAD)
+    extent = extent * (NUM_BUCKETS / (NUM_BUCKETS - 2))  # the first is not all below the largest
+    # Bits 23 and up of a float32 are its exponent plus 127: this is 2^6 over it, without fraction;
+    # 2^13 at most, so that numbers of buckets are exact.
+    exponent = (extent.contiguous().view(torch.int32) >> 23).clamp_min(120)
+    return ((260 - exponent) << 23).view(torch.float32)

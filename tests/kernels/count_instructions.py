@@ -1,9 +1,9 @@
-"""Counts instructions of a round's kernels: ``count_instructions.py [--dearest] [80 90 100]``.
+"""Counts instructions of kernels: ``count_instructions.py [--filtered] [--dearest] [80 90 100]``.
 
-Of a round of `exact` with N = K = 8 for one request, and a vocabulary of 128,256; no GPU need be
-there. It prints a table of Markdown: the instructions of a program in compiled code; of the four
-dearest kernels (`--dearest`: of those alone) how many a warp of each GPU issues for a unit of their
-work; registers of a thread, and shared memory of a program.
+Of a round of `exact` with N = K = 8 for one request (`--filtered`: with top-k and top-p), and a
+vocabulary of 128,256; no GPU need be there. It prints a table of Markdown: the instructions of a
+program in compiled code; of the dearest kernels (`--dearest`: of those alone) how many a warp of
+each GPU issues for a unit of their work; registers of a thread, and shared memory of a program.
 """
 
 import sys
@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 from sglang_smc.ops.triton_ops import TRITON
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import shape_of_server
+from sglang_smc.smc.settings import Need
 
 HEAD = """| kernel | instructions | a unit | registers | shared, bytes |
 | --- | ---: | --- | ---: | ---: |"""
@@ -53,11 +54,13 @@ def main(arguments: list[str]) -> None:
     counter = Counter(is_wanted)
     JITFunction.run = lambda *args, **options: counter.run(*args, **options)
     config = SMCConfig(mode="exact", num_particles=8, num_steps=8)
-    for capability in [int(word) for word in arguments if word != "--dearest"] or (80, 90, 100):
+    needs = {Need.FILTERS} if "--filtered" in arguments else set()
+    for capability in [int(word) for word in arguments if word.isdigit()] or (80, 90, 100):
         counter.compile_for(capability)
         print(f"\nsm_{capability}, Triton {triton.__version__}:\n\n{HEAD}", flush=True)
         with pytest.MonkeyPatch.context() as patch:
             shape = shape_of_server(config)
+            shape = shape.needing(shape.needs | needs)
             fake_cuda.trace_round(patch, config, shape, 1, TRITON, counter.run)
 
 

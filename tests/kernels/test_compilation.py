@@ -50,12 +50,13 @@ MOST_STACK = 8
 MOST_OF_VERIFICATION = 150_000
 #: The kernels of verification, by file.
 VERIFICATION = ("tree.", "shares.", "verify.")
-#: Warp instructions of the four dearest kernels for a unit of their work (`machine_code.DEAREST`):
+#: Warp instructions of the dearest kernels for a unit of their work (`machine_code.DEAREST`):
 #: of the cheapest variant, and of the one with all filters.
 MOST_INSTRUCTIONS = {
     "shares._read_nodes": (8.0, 9.5),
     "shares._add_up_residual": (3.6, 5.0),
     "sample._sum_tile": (1.1, 1.8),
+    "filters._count_buckets": (7.2, 7.2),
     "shares._share_out": (5_600.0, 5_600.0),
 }
 BY_DEFAULT = "90"

@@ -41,16 +41,16 @@ ROUNDS: dict[str, tuple[SMCConfig, dict[str, Any], int, float, float]] = {
     "smc": (SMCConfig(), {}, 98, 1, 61),
     "exact": (EXACT, {}, 124, 5.5, 94),
     "auto": (AUTO, {}, 124, 5.5, 94),
-    "smc, filtered": (SMCConfig(), FILTERS, 148, 1, 61),
-    "exact, filtered": (EXACT, FILTERS, 174, 5.5, 94),
+    "smc, filtered": (SMCConfig(), FILTERS, 118, 1, 61),
+    "exact, filtered": (EXACT, FILTERS, 144, 5.5, 94),
     "powered": (SMCConfig(power=2.0, proposal="draft"), {}, 122, 1, 61),
     "edited": (SMCConfig(), EDITS, 117, 1.5, 63),
     "shown": (SMCConfig(), SHOWN, 168, 76, 81),
-    "shown, filtered": (SMCConfig(), SHOWN_FILTERED, 218, 76, 81),
+    "shown, filtered": (SMCConfig(), SHOWN_FILTERED, 188, 76, 81),
     "exact, shown": (EXACT, SHOWN, 194, 81, 115),
     "greedy": (EXACT, GREEDY, 207, 34, 64),
-    "off": (without_drafts(SMCConfig()), {"budget": OFF, **FILTERS}, 57, 1, 0.8),
-    "anything": (SMCConfig(), ANYTHING, 395, 124, 121),
+    "off": (without_drafts(SMCConfig()), {"budget": OFF, **FILTERS}, 54, 1, 0.8),
+    "anything": (SMCConfig(), ANYTHING, 365, 124, 121),
 }
 
 

@@ -25,11 +25,12 @@ class Program(NamedTuple):
     turns: tuple[int, ...]  # of each loop, in the order in which they begin
 
 
-#: The four dearest kernels of a round for N = K = 8, of 128,256 tokens in 32 tiles.
+#: The dearest kernels of a round for N = K = 8, of 128,256 tokens in 32 tiles.
 DEAREST = {
     "shares._read_nodes": Program("token and node", 4096, (16,)),
     "shares._add_up_residual": Program("token and node", 4096, ()),
     "sample._sum_tile": Program("token and row", 4096, ()),
+    "filters._count_buckets": Program("token and row", 4096, (16,)),
     "shares._share_out": Program("column, by each warp", None, (1, 8, 16, 16, 16)),
 }
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from laws import ALL, SamplingRules, rules, sorted_law
 from torch import Tensor
 
-from sglang_smc.smc import distribution
+from sglang_smc.smc import distribution, filters
 from sglang_smc.smc.distribution import TokenDistribution, sample
 from sglang_smc.smc.edits import restrict
-from sglang_smc.smc.filters import EXTENT, NUM_KEYS, keep_tokens
+from sglang_smc.smc.filters import EXTENT, NUM_CELLS, NUM_KEYS, keep_tokens
 
 INF = math.inf
 LARGEST = math.nextafter(1.0, 0.0)
@@ -142,21 +142,27 @@ def test_logits_further_apart_than_keys_are_kept_as_by_a_sort(
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("top_k", "top_p"), [(5000, 1.0), (ALL, 0.9), (3000, 0.95), (9, 0.999)])
-def test_dense_rows_are_kept_by_rank_and_mass_to_a_key(top_k: int, top_p: float, seed: int) -> None:
-    """20 000 float32 logits, several of a key: of that one where the row is cut, the lowest ids.
+def test_dense_rows_are_kept_by_rank_and_mass_to_a_cell(
+    top_k: int, top_p: float, seed: int
+) -> None:
+    """20 000 float32 logits, several of a cell: of that one where the row is cut, the lowest ids.
 
-    The number of tokens is exact, and so is the mass, but that tokens of one key have their mean.
+    The number of tokens is exact, and so is the mass, but that tokens of one cell have their mean.
     """
     logits = drawn(1, 20_000, seed=seed)
-    kept = keep_tokens(logits, *rules(0.7, top_k, top_p)[:4])
+    asked = rules(0.7, top_k, top_p)
+    kept = keep_tokens(logits, *asked[:4])
     found = ~kept.dropped(logits)[0]
-    key = ((kept.peak - logits[0]) * kept.rate).floor()
+    unit = filters.unit_of(asked.temperature, asked.top_p, 20_000)
+    key = filters.keys_of(logits, (logits.amax(1) * unit).floor(), unit)[0]
     ids, probs, mass_before = ordered(logits[0], 0.7, key)
     count = int(found.sum())
+    width = 1 / (float(unit) * NUM_CELLS)
     assert found[ids[:count]].all(), "keys first, then ids"
-    assert logits[0, found].min() > logits[0, ~found].max() - 1 / kept.rate
-    of_last = (key == kept.key).sum() * probs[count - 1]
-    error = float(of_last) / float(kept.rate) / 0.7 + ROUNDING
+    assert logits[0, found].min() > logits[0, ~found].max() - width
+    assert float(kept.above - kept.lowest) == width < 3 * 0.7 * EXTENT / NUM_KEYS
+    of_last = (key == key[ids[count - 1]]).sum() * probs[count - 1]
+    error = float(of_last) * width / 0.7 + ROUNDING
     assert count <= top_k and mass_before[count - 1] <= top_p + error
     assert count == top_k or mass_before[count] > top_p - error
 

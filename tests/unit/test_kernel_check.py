@@ -24,7 +24,7 @@ from sglang_smc.smc.population import Population
 SIZES = CheckSizes(3, 2, (Heads(4, 2, 16, torch.float32),), gated_delta=True)
 OPERATIONS = sorted(set(Ops._fields) - {"kind", "ledger", "population", "distribution"})
 METHODS = {"sample_and_score": "_sample", "score_tokens": "_score"}  # of `TokenDistribution`
-METHODS |= {name: name for name in ("keep_tokens", "log_probs", "log_sums")}
+METHODS |= {name: name for name in ("filtered", "log_probs", "log_sums")}
 IN_PLACE = {"edit_logits": 0, "count_tokens": 0}  # which argument they write to
 MODELS = ("particle_attention", "latent_attention", "gated_delta")
 ALONE: Any = Mock(all_gather_object=lambda one: [one])
@@ -104,8 +104,7 @@ def test_a_product_that_lies_for_most_rows_is_found(is_wrong: Callable[[int], bo
 def test_a_distribution_that_lies_is_found(name: str) -> None:
     method, true = METHODS[name], getattr(TokenDistribution, METHODS[name])
     lies: Any = lambda *args: lie(true(*args))  # noqa: E731
-    how = {method: staticmethod(lies) if name == "keep_tokens" else lies}
-    lying = type("Lying", (TokenDistribution,), how)
+    lying = type("Lying", (TokenDistribution,), {method: lies})
     assert failing(TORCH._replace(distribution=lying), name) == [name]
 
 
