@@ -184,7 +184,7 @@ class Bench:
 
 def test_rows_compare_the_same_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path, monkeypatch)
-    only = ("coder-p4-n8", "coder-p4-n8-again", "coder-plain-t0", "coder-8-plain-t1")
+    only = ("coder-p4-n8", "coder-p4-n8-again", "coder-plain-t0", "coder-8-plain-t0.7")
     found = bench("--only", *only, "--publish")
     # Each engine starts anew only where the other ran.
     assert bench.started == ["SMC", "plain", "SMC"]
@@ -198,7 +198,7 @@ def test_rows_compare_the_same_problems(tmp_path: Path, monkeypatch: pytest.Monk
     assert (ours.cpu_seconds, greedy.cpu_seconds, ours.cpu_to_greedy) == (1, 1, 1)
     # Particles of most weight that are whole say 8.
     assert found["p^4 N=8, vote"].accuracy.mean == 1 and found["p^4 N=8, vote"].log_p is None
-    best, most = found["8 plain T=1, best log p"], found["8 plain T=1, majority"]
+    best, most = found["8 plain T=0.7, best log p"], found["8 plain T=0.7, majority"]
     assert (best.accuracy.mean, most.accuracy.mean) == (1, 0.5)
     assert best.accuracy.n == AT_ONCE and best.cpu_seconds == SAMPLES
     assert best.to_greedy is not None and best.to_greedy.mean == 0.5

@@ -62,6 +62,7 @@ class Scheduler:
     def __init__(self, *, smc: bool = True, paused: bool = False, running: bool = False) -> None:
         algorithm = "SMC" if smc else None
         self.server_args = SimpleNamespace(
+            device="cpu",
             hicache_storage_backend=None,
             speculative_algorithm=algorithm,
             speculative_token_map=None,
