@@ -415,13 +415,14 @@ def _attention(ops: Ops, of: Inputs, *, latent: bool) -> list[torch.Tensor]:
     """Attend with each model's heads of a kind, for one new token per particle and for a block.
 
     For few requests, and for as many as have a program on each multiprocessor. And with those that
-    rotate and write new tokens, too.
+    rotate and write new tokens, too: two of each model, and a block of the target, the first.
     """
     models = [heads for heads in of.sizes.heads if bool(heads.rank) == latent]
     columns = (1, of.sizes.num_steps + 1)
     programs = {1, of.multiprocessors}
     found = [_attend(ops, of, *one) for one in product(models, columns, programs)]
-    late = () if latent else product(models, (2, columns[1]), programs)
+    late = [] if latent else [(heads, 2, 1) for heads in models]
+    late += [] if latent else product(models[:1], columns[1:], programs)
     return found + [_attend(ops, of, *one, rotates=True) for one in late]
 
 
