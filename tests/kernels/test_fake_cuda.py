@@ -46,10 +46,10 @@ ROUNDS: dict[str, tuple[SMCConfig, dict[str, Any], int, float, float]] = {
     "powered": (SMCConfig(power=2.0, proposal="draft"), {}, 122, 1, 61),
     "edited": (SMCConfig(), EDITS, 117, 1.5, 63),
     "shown": (SMCConfig(), SHOWN, 168, 76, 81),
-    "shown, filtered": (SMCConfig(), SHOWN_FILTERED, 188, 76, 81),
+    "shown, filtered": (SMCConfig(), SHOWN_FILTERED, 137, 76, 81),
     "exact, shown": (EXACT, SHOWN, 194, 81, 115),
     "greedy": (EXACT, GREEDY, 207, 34, 64),
-    "off": (without_drafts(SMCConfig()), {"budget": OFF, **FILTERS}, 54, 1, 0.8),
+    "off": (without_drafts(SMCConfig()), {"budget": OFF, **FILTERS}, 49, 1, 0.8),
     "anything": (SMCConfig(), ANYTHING, 365, 124, 121),
 }
 
