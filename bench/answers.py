@@ -333,10 +333,7 @@ class Study(ABC, Generic[C, A]):
                 f"Not published: {len(missing)} of {len(self.cells)} cells are not complete, as "
                 f"{missing[0]}. Complete them with the same command without --only."
             )
-        study.copy(
-            (self.options.output_dir / name for name in self.report.files),
-            study.PUBLISHED / self.name,
-        )
+        self.report.publish(self.options.output_dir, study.PUBLISHED / self.name)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that the numbers depend on."""

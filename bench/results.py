@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 from intervals import Interval, ratio
-from study import REPOSITORY
+from study import REPOSITORY, copy
 
 from sglang_smc.command.machine import installed
 
@@ -132,6 +132,10 @@ class Report(Generic[R]):
         if self.plot:
             self.plot(self.read(folder), picture[0])
         return text
+
+    def publish(self, folder: Path, to: Path) -> None:
+        """Copy all files of a folder to one of the repository."""
+        copy((folder / name for name in self.files), to)
 
     def read(self, folder: Path) -> list[R]:
         """Return the rows in a folder; other columns are ignored, and missing intervals None."""

@@ -46,7 +46,7 @@ class _Rules(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """What tiles count; relative to the likeliest token of each tile."""
+    """Hold what tiles count; masses are relative to the likeliest token of each tile."""
 
     peak: torch.Tensor  # [R, tiles] float32 the largest logit, in whose bucket numbers begin
     size: torch.Tensor  # [R, tiles] int32 tokens that are not forbidden
@@ -68,7 +68,7 @@ class _Cut(NamedTuple):
 
 
 class _Scale(NamedTuple):
-    """What a row's keys are counted from."""
+    """Hold what a row's keys are counted from."""
 
     peak: Any  # the largest logit; NaN in a row without a distribution
     top: Any  # its bucket, from zero

@@ -278,7 +278,7 @@ def run(options: argparse.Namespace) -> None:
     rows = list(rows_of({cell: _played(log) for cell, log in logs.items()}))
     print(REPORT.write(folder, rows, {"repeats": options.repeats}, note_of))
     if options.publish:
-        study.copy([folder / name for name in REPORT.files], PUBLISHED / "chats")
+        REPORT.publish(folder, PUBLISHED / "chats")
         write_between(PAGE, MARKS, table(COLUMNS, REPORT.read(folder)))
 
 

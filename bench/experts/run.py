@@ -172,9 +172,8 @@ def note(origin: Mapping[str, Any]) -> str:
         f"{NUM_TREES} texts a tree is drafted at T = {TEMPERATURE}; *nodes* are the distinct ones "
         "of a round. *Over uniform* divides the experts that they visit by those of as many nodes "
         "with uniform routing, *unrelated tokens* does so for as many tokens of different texts. "
-        "*--expert-overlap* "
-        "makes `sglang-smc plan`, which counts rows, find the measured experts. In brackets 95 % "
-        f"intervals, over rounds. `bench/experts`, {origin['date'][:10]}, commit "
+        "*--expert-overlap* makes `sglang-smc plan`, which counts rows, find the measured experts. "
+        f"In brackets 95 % intervals, over rounds. `bench/experts`, {origin['date'][:10]}, commit "
         f"{origin['git_sha']}."
     )
 
@@ -208,8 +207,7 @@ def run(options: argparse.Namespace) -> None:
     }
     print(REPORT.write(options.output_dir, rows, settings, note))
     if options.publish:
-        names = (options.output_dir / name for name in REPORT.files)
-        study.copy(names, study.PUBLISHED / "experts")
+        REPORT.publish(options.output_dir, study.PUBLISHED / "experts")
 
 
 def measure(target: Any, draft: Any, tokens: Any) -> Routing:

@@ -116,7 +116,11 @@ def attend_by_torch(cache: Cache, qkv: torch.Tensor) -> torch.Tensor:
 
 def attend_by_kernel(cache: Cache) -> Attend:
     """Return attention of particles to a prompt and to their own token, as drafts have it."""
-    from sglang_smc.kernels.attention.particle_attention import New, particle_attention
+    from sglang_smc.kernels.attention.particle_attention import (
+        New,
+        new_arrivals,
+        particle_attention,
+    )
 
     size, num_rows = len(cache.prompts), len(cache.new)
     groups, rows = (torch.arange(count, device=DEVICE) for count in (size, num_rows))
@@ -124,7 +128,7 @@ def attend_by_kernel(cache: Cache) -> Attend:
     place = KVLocations(groups, ends, rows.view(size, -1), max_tail=2)
     starts = ends.unsqueeze(1).expand(-1, num_rows // size).contiguous()
     context = AttentionContext(cache.prompts, cache.new.unsqueeze(1).repeat(1, 2), place, starts)
-    arrivals = torch.zeros(size * KV_HEADS, device=DEVICE, dtype=torch.int32)
+    arrivals = new_arrivals(size, KV_HEADS, DEVICE)
     places = cache.new.long(), starts.flatten(), cache.cos_sin
     fixed: dict[str, Any] = {"max_prefix": PROMPT, "scaling": DIM**-0.5, "arrivals": arrivals}
 

@@ -430,7 +430,7 @@ def run(options: argparse.Namespace) -> None:
     settings = {"answers": source, "users": options.users}
     print(REPORT.write(options.output_dir, rows, settings, note))
     if options.publish:
-        study.copy((options.output_dir / name for name in REPORT.files), PUBLISHED / "load")
+        REPORT.publish(options.output_dir, PUBLISHED / "load")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -404,7 +404,7 @@ class RealStudy(Study[RealCell, Yielded]):
     def publish(self) -> None:
         """Copy what is complete, and all answers, from which the study goes on elsewhere."""
         folder = PUBLISHED / self.name
-        copy((self.options.output_dir / name for name in self.report.files), folder)
+        self.report.publish(self.options.output_dir, folder)
         for kind in KINDS:
             copy((self.options.output_dir / kind).glob("*.jsonl"), folder / kind)
 

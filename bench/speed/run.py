@@ -112,8 +112,7 @@ def run(options: argparse.Namespace) -> None:
     if options.publish and all(row.refused for row in rows):
         raise study.BenchError("Not published: none of the cells ran here.")
     if options.publish:
-        paths = (folder / name for name in REPORT.files)
-        study.copy(paths, study.PUBLISHED / "speed" / preset.name)
+        REPORT.publish(folder, study.PUBLISHED / "speed" / preset.name)
 
 
 def cases_of(

@@ -309,7 +309,8 @@ def run(options: argparse.Namespace) -> None:
     }
     print(REPORT.write(folder, list(rows_of(found)), settings, note))
     if options.publish:
-        study.copy((folder / name for name in (*REPORT.files, ENTROPIES)), PUBLISHED / "steps")
+        REPORT.publish(folder, PUBLISHED / "steps")
+        study.copy([there], PUBLISHED / "steps")
 
 
 def foretold(answers: Sequence[RecordedAnswer]) -> dict[str, float]:

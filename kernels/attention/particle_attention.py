@@ -48,6 +48,12 @@ class New(NamedTuple):
         return cls(key, key.stride(0), value, value.stride(0), *contiguous(places))
 
 
+def new_arrivals(num_requests: int, kv_heads: int, device: torch.device | str) -> torch.Tensor:
+    """Return counters for all launches of `particle_attention` for up to so many requests."""
+    size = max(num_requests * kv_heads, work.MOST_WALKING)
+    return torch.zeros(size, dtype=torch.int32, device=device)
+
+
 class _Cache(NamedTuple):
     """Keys and values of a layer."""
 
@@ -89,7 +95,7 @@ def particle_attention(
         new: what the layer has not rotated and written yet, except in blocks. The result is that of
             doing so first. In a request either all first tokens of particles are written already,
             or none that is read.
-        arrivals: as in `attend`, `work.MOST_WALKING` or more; without them a second launch joins.
+        arrivals: as in `attend`, of `new_arrivals`; without them a second launch joins.
 
     Returns:
         The output, contiguous, in the shape of ``query``.

@@ -149,11 +149,13 @@ def renamed(name: str) -> str:
 
 
 def _of_eagle3(config: Config) -> Shapes:
-    sizes, aux = LayerSizes.of(config), _num_states(config)
+    sizes = LayerSizes.of(config)
+    aux = _num_states(config)
     width = config.get("target_hidden_size") or sizes.hidden
     found: Shapes = {"fc.weight": (sizes.hidden, aux * width), "norm.weight": (sizes.hidden,)}
     for layer in range(config["num_hidden_layers"]):
-        part, inputs = f"layers.{layer}.", sizes.hidden * (2 if layer == 0 else 1)
+        part = f"layers.{layer}."
+        inputs = sizes.hidden * (2 if layer == 0 else 1)
         found |= _layer(part, sizes, inputs)
         found[f"{part}hidden_norm.weight"] = (sizes.hidden,)
         if layer:  # a later layer normalizes its input by that name
@@ -230,7 +232,8 @@ def _of_lattice(block: Config) -> Shapes:
     """Return what a LiLiCorr head reads its lattice of candidates by."""
     names = ("hidden_size", "num_layers", "num_heads", "candidate_topk", "factor_dim")
     own, layers, heads, count, factors = numbers_of(block, *(LATTICE + name for name in names))
-    hidden, rows = block["hidden_size"], block.get("block_size") or BLOCK_SIZE
+    hidden = block["hidden_size"]
+    rows = block.get("block_size") or BLOCK_SIZE
     width = own or hidden
     middle = int(width * (block.get(f"{LATTICE}mlp_ratio") or 0))
     linear = {

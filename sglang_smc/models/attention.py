@@ -171,13 +171,12 @@ class ParticleAttention(PoolAttention):
         self._merged: MergedRows | None = None
         self._new: dict[str, Any] = {}  # keys of the running layer that are yet to be written
         if implementation == "triton" and self.rank is None:
-            from sglang_smc.kernels.attention.work import MOST_WALKING
+            from sglang_smc.kernels.attention.particle_attention import new_arrivals
 
             pool = self.token_to_kv_pool
             rows = len(self.req_to_token_pool.req_to_token)
             _, kv_heads, self._head_dim = pool.get_key_buffer(kv_layers(pool)[0]).shape
-            counters = max(rows * kv_heads, MOST_WALKING)
-            self._arrivals = torch.zeros(counters, dtype=torch.int32, device=tails.device)
+            self._arrivals = new_arrivals(rows, kv_heads, tails.device)
         # Arguments: the window, and whether tokens of a block attend to each other.
         self._attend_over: Callable[[int | None, bool], Attend]
 

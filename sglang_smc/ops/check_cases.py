@@ -421,8 +421,10 @@ def _attention(ops: Ops, of: Inputs, *, latent: bool) -> list[torch.Tensor]:
     columns = (1, of.sizes.num_steps + 1)
     programs = {1, of.multiprocessors}
     found = [_attend(ops, of, *one) for one in product(models, columns, programs)]
-    late = [] if latent else [(heads, 2, 1) for heads in models]
-    late += [] if latent else product(models[:1], columns[1:], programs)
+    if latent:
+        return found
+    late = [(heads, 2, 1) for heads in models]
+    late += product(models[:1], columns[1:], programs)
     return found + [_attend(ops, of, *one, rotates=True) for one in late]
 
 
@@ -444,7 +446,8 @@ def _attend(
     in_ring = position % context.tails.shape[1]
     slots = context.tails[context.locations.particle_rows.unsqueeze(2), in_ring].long()
     slots = slots.where(position >= context.locations.committed.view(-1, 1, 1), 0).flatten()
-    new = [of.normal(len(slots), *of_cache[1:], dtype=heads.dtype) for _ in range(2)]
+    of_new = len(slots), heads.kv_heads, heads.head_dim
+    new = [of.normal(*of_new, dtype=heads.dtype) for _ in range(2)]
     angles = 6 * of.uniforms(PREFIX + num_columns + 3, heads.head_dim // 2).float()
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
     output = run((query, keys, values), heads, context, (*new, slots, position, cos_sin))
@@ -474,15 +477,17 @@ def _attend_by_kernel(
     qkv: _Tensors, heads: Heads, context: AttentionContext, new: _Tensors = ()
 ) -> torch.Tensor:
     from sglang_smc.kernels.attention import latent
-    from sglang_smc.kernels.attention.particle_attention import New, particle_attention
-    from sglang_smc.kernels.attention.work import MOST_WALKING
+    from sglang_smc.kernels.attention.particle_attention import (
+        New,
+        new_arrivals,
+        particle_attention,
+    )
 
     query, keys, values = qkv
     sizes: dict[str, Any] = {"max_prefix": PREFIX, "scaling": heads.head_dim**-0.5}
     if heads.rank:
         return latent.latent_attention(query, keys, context, rank=heads.rank, **sizes)
-    counters = max(len(query) * heads.kv_heads, MOST_WALKING)
-    sizes["arrivals"] = torch.zeros(counters, dtype=torch.int32, device=query.device)
+    sizes["arrivals"] = new_arrivals(len(query), heads.kv_heads, query.device)
     if new:
         sizes["new"] = New.of(*new)
     return particle_attention(query, keys, values, context, **sizes)

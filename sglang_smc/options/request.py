@@ -64,8 +64,6 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
     @property
     def extras(self) -> frozenset[str]:
         """Return the keys that ask a round to return more than tokens; see `round.extras`."""
-        if not (self.return_particles or self.trace):  # as most, in each round
-            return frozenset()
         asked = {"return_particles": self.return_particles, "trace": self.trace}
         return frozenset(name for name, is_asked in asked.items() if is_asked)
 

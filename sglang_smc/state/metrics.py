@@ -372,7 +372,7 @@ class Monitor:
         """Add the round's results to totals, metrics and log."""
         weighed = [played.gained for played in self._round if played.is_weighed]
         self._add({metric.name: sum(map(metric.of, self._round)) for metric in COUNTERS})
-        for name, of in WEIGHED.items() if weighed else ():
+        for name, of in WEIGHED.items():
             self._sums[name] += sum(map(of, weighed))
         self._round = []
         for gains in weighed:
@@ -406,10 +406,10 @@ class Monitor:
 
     def _warn_of_low_ess(self) -> None:
         """Warn, with advice, where few particles carry nearly all the weight."""
-        count = self._sums["weighed_rounds"] - self._tested["weighed_rounds"]
+        new = _since(self._tested, self._sums)
+        count = new["weighed_rounds"]
         if count < LOW_ESS_ROUNDS:
             return
-        new = _since(self._tested, self._sums)
         self._tested = self._sums.copy()
         if new["free_share"] / count >= LOW_ESS or self._now() < self._warned + LOW_ESS_SECONDS:
             return

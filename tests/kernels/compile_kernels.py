@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction, MockTensor
 from sglang_smc.kernels.attention import work
 from sglang_smc.kernels.attention.gated_delta import gated_delta
 from sglang_smc.kernels.attention.latent import latent_attention
-from sglang_smc.kernels.attention.particle_attention import New, particle_attention
+from sglang_smc.kernels.attention.particle_attention import New, new_arrivals, particle_attention
 from sglang_smc.kernels.skinny import skinny
 from sglang_smc.models.gated_delta import RecurrenceInputs
 from sglang_smc.ops.triton_ops import TRITON
@@ -120,8 +120,7 @@ def attend(sizes: Sizes, layer: Layer, num_columns: int, is_late: bool = False) 
     shape = sizes.groups, sizes.particles, num_columns, heads.q, heads.dim
     width = heads.q * heads.dim
     rows = torch.zeros(math.prod(shape[:3]), width + 2 * heads.kv * heads.dim, dtype=sizes.dtype)
-    counters = max(sizes.groups * heads.kv, work.MOST_WALKING)
-    late: dict[str, Any] = {"arrivals": torch.zeros(counters, dtype=torch.int32)}
+    late: dict[str, Any] = {"arrivals": new_arrivals(sizes.groups, heads.kv, cache.device)}
     if is_late:
         new = rows[:, width:].view(len(rows), 2 * heads.kv, heads.dim).chunk(2, dim=1)
         index = torch.zeros(len(rows), dtype=torch.int64)
