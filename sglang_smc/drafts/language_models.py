@@ -51,13 +51,16 @@ def problems(config: Any, architecture: str, shapes: Shapes, packed: bool) -> It
         packed: whether weights are quantized in the checkpoint.
     """
     found = None if packed else _parameters(config, architecture)
-    if found is None or not _are_named_alike(found, shapes):
+    if found is None:
         yield from _embedding_problems(config.get_text_config(), shapes)
         return
     given = _given(found, shapes)
     wanted = _split(found.shapes)
     missing = [name for name in wanted if name not in given and not _is_ignored(found, name)]
     unread = [name for name in given if name not in wanted and _is_lost(found, name)]
+    if unread and 2 * len(missing) > len(wanted):  # it has names of its own
+        yield from _embedding_problems(config.get_text_config(), shapes)
+        return
     if missing:
         yield f"lacks {weights.several(missing, 'tensor')} that {architecture} computes with"
     if unread:
@@ -99,12 +102,6 @@ def _parameters(config: Any, architecture: str) -> Parameters | None:
         predicts_ahead=bool(told.get("num_nextn_predict_layers")),
         has_biases=any(value is True for key, value in told.items() if "bias" in key),
     )
-
-
-def _are_named_alike(found: Parameters, shapes: Shapes) -> bool:
-    """Return whether most of a class's names are in a checkpoint: else it has names of its own."""
-    given = _given(found, shapes)
-    return 2 * sum(name in given for name in _split(found.shapes)) >= len(found.shapes)
 
 
 def _given(found: Parameters, shapes: Shapes) -> Shapes:

@@ -148,7 +148,7 @@ def _named(config: Any) -> str:
     return (config.architectures or [""])[0]
 
 
-class Problem(NamedTuple):
+class Misfit(NamedTuple):
     """What in a draft's checkpoint does not fit a server: a phrase that follows its path."""
 
     what: str
@@ -165,24 +165,24 @@ def head_problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> I
 
 def draft_problems(
     config: ModelConfig, target: ModelConfig, num_steps: int, *, has_files: bool = True
-) -> Iterator[Problem]:
+) -> Iterator[Misfit]:
     """Yield what of a draft, a language model or a head, does not fit a server.
 
     Args:
         has_files: whether its weights are loaded from its files.
     """
     if found := [*_class_problems(config)]:
-        yield from (Problem(what, _OTHER_CLASS) for what in found)
+        yield from (Misfit(what, _OTHER_CLASS) for what in found)
         return
     if kind_of(config) != "model":
         if unknown := config.hf_config.to_dict().get(formats.UNKNOWN):
             what = f"sets {', '.join(unknown)} in its config.json, which nothing here reads"
-            yield Problem(what, _OTHER_SETTING)
+            yield Misfit(what, _OTHER_SETTING)
         drafter = drafter_of(config)
-        yield from (Problem(what, _FIT) for what in drafter.problems(config, target, num_steps))
+        yield from (Misfit(what, _FIT) for what in drafter.problems(config, target, num_steps))
         misfits = [*_width_problems(config, target), *_layer_problems(drafter, config, target)]
         if misfits:
-            yield from (Problem(what, _FIT) for what in misfits)
+            yield from (Misfit(what, _FIT) for what in misfits)
             return
     if has_files:
         yield from _weight_problems(config, target)
@@ -206,7 +206,7 @@ def _class_problems(config: ModelConfig) -> Iterator[str]:
             )
 
 
-def _weight_problems(config: ModelConfig, target: ModelConfig) -> Iterator[Problem]:
+def _weight_problems(config: ModelConfig, target: ModelConfig) -> Iterator[Misfit]:
     """Yield what of a draft's weights would not be loaded or computed with, by their files.
 
     Nothing is told of a Hugging Face id that is not downloaded yet, or in part; nor of a folder
@@ -219,23 +219,23 @@ def _weight_problems(config: ModelConfig, target: ModelConfig) -> Iterator[Probl
         return
     if not checkpoint.has_weights(folder):
         if is_folder and _has_weights(target):
-            yield Problem(f"has no weights, {' or '.join(checkpoint.PATTERNS)}", _WHOLE)
+            yield Misfit(f"has no weights, {' or '.join(checkpoint.PATTERNS)}", _WHOLE)
         return
     if not is_folder and checkpoint.absent_from(folder):
         return
     try:
         shapes = checkpoint.shapes_in(folder)
     except ValueError as error:
-        yield Problem(f"has weights that cannot be loaded: {error}")
+        yield Misfit(f"has weights that cannot be loaded: {error}")
         return
     if shapes and kind_of(config) == "model":
         packed = checkpoint.is_quantized(folder, config.hf_config.to_dict(), shapes)
         named = architecture_of(config)
         found = language_models.problems(config.hf_config, named, shapes, packed)
-        yield from (Problem(what, _WHOLE) for what in found)
+        yield from (Misfit(what, _WHOLE) for what in found)
     elif shapes:
         found = _head_weight_problems(config, target, folder, shapes)
-        yield from (Problem(what, _WHOLE) for what in found)
+        yield from (Misfit(what, _WHOLE) for what in found)
 
 
 def _head_weight_problems(
