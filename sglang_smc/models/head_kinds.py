@@ -111,10 +111,10 @@ def reads_states(server_args: Any) -> bool:
 
 
 def proposed_tokens(server_args: Any) -> int | None:
-    """Return the K that a draft's checkpoint proposes, if it does; see `formats.num_tokens`."""
+    """Return the K that a draft's checkpoint proposes, if it does; see `kinds.proposed_steps`."""
     if server_args.speculative_draft_model_path is None:
         return None
-    return formats.num_tokens(_config_at(Place.of_draft(server_args)).to_dict())
+    return kinds.proposed_steps(_config_at(Place.of_draft(server_args)).to_dict())
 
 
 def knows_all(server_args: Any) -> bool:

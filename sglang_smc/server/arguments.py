@@ -73,7 +73,7 @@ def _drafts_alone(view: Arguments) -> bool:
 
 
 def _steps_from_draft(server_args: Arguments) -> None:
-    """Take K from a `speculators` checkpoint where none is given."""
+    """Take K from a block, or a `speculators` checkpoint, where none is given."""
     view = resolved_view(server_args)
     if view.speculative_num_steps is None and (num_tokens := proposed_tokens(view)) is not None:
         server_args.speculative_num_steps = num_tokens

@@ -17,7 +17,7 @@ from sglang_smc.command import doctor, machine
 from sglang_smc.command.machine import FAIL, OK, WARNING, Finding
 from sglang_smc.kv.arena import arena
 from sglang_smc.options.server import SMCConfig
-from sglang_smc_tools import pair_check
+from sglang_smc_tools import pair_check, start_check
 from sglang_smc_tools.plan import shapes
 from sglang_smc_tools.plan.devices import Device, named
 from sglang_smc_tools.plan.roofline import Scenario
@@ -31,7 +31,13 @@ LLAMA = ("--target", "llama-3.1-8b", "--draft", "llama-3.2-1b")
 def options(*given: str) -> argparse.Namespace:
     found = doctor.parser().parse_args([*LLAMA, *given])
     found.mem_fraction = found.mem_fraction or 0.88
+    found.num_steps = found.num_steps or pair_check.default_steps(found.draft)
     return found
+
+
+def accepted(*given: str) -> Finding:
+    """What is said of the server arguments."""
+    return next(start_check.findings(options(*given)))
 
 
 def findings_of(device: Device | str, *given: str) -> dict[str, Finding]:
@@ -69,7 +75,7 @@ def exchange_two_tokens(folder: Path) -> None:
 )
 def test_vocabularies(draft: Path, spoil: Callable[[Path], Any], says: str) -> None:
     spoil(draft)
-    found = pair_check._vocabularies(TARGET, str(draft))
+    found = pair_check._vocabularies(options("--target", TARGET, "--draft", str(draft)))
     assert found.level == FAIL and says in found.found
 
 
@@ -99,7 +105,7 @@ def test_the_shipped_pair_goes_together(
 @pytest.mark.usefixtures("resolving")
 def test_a_family_that_is_not_supported_is_refused(draft: Path) -> None:
     edit(draft, architectures=["LlamaForSequenceClassification"])
-    found = pair_check._accepted(options("--target", TARGET, "--draft", str(draft)))
+    found = accepted("--target", TARGET, "--draft", str(draft))
     assert found.level == FAIL and "has no next-token head" in found.do
 
 
@@ -112,10 +118,10 @@ def test_a_published_head_is_named_and_its_faults_are(tmp_path: Path) -> None:
     assert pair_check._format(str(PAIR / "eagle3")) is None and pair_check._is_head(folder)
     assert draft_from_config(folder) == draft_from_config(PAIR / "eagle3")
     given = "--target", TARGET, "--num-steps", "8", "--draft"
-    assert pair_check._accepted(options(*given, folder)).level == OK
+    assert accepted(*given, folder).level == OK
     config, weights = read(Path(folder))
     del weights["fc.weight"]
-    found = pair_check._accepted(options(*given, write(tmp_path / "cut", config, weights)))
+    found = accepted(*given, write(tmp_path / "cut", config, weights))
     assert found.level == FAIL and "lacks a tensor fc.weight" in (found.do or "")
 
 
@@ -184,7 +190,7 @@ def test_several_layers_are_not_said_to_be_none(
 ) -> None:
     told = json.loads((PAIR / "target" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(told | {"num_nextn_predict_layers": 3}))
-    monkeypatch.setattr(pair_check, "_accepted", lambda _: machine.ok("server arguments", "yes"))
+    monkeypatch.setattr(start_check, "findings", lambda _: iter(()))
     found = findings_of("h200", "--target", str(tmp_path), "--draft", "mtp")
     assert "has 3 MTP layers" in (found["arithmetic"].do or "") and "draft" not in found
 
@@ -252,7 +258,7 @@ def test_memory_is_that_of_weights_states_and_arenas(device: str, draft: str) ->
 
 def test_weights_in_8_bits_take_16_on_a_cpu(draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose platform dequantizes them; red where doctor says that twice as large a model fits."""
-    monkeypatch.setattr(pair_check, "_accepted", lambda asked: machine.ok("arguments", "yes"))
+    monkeypatch.setattr(start_check, "findings", lambda _: iter(()))
     weights = []
     for method in ("fp8", None):
         edit(draft, quantization_config=method and {"quant_method": method})
@@ -291,9 +297,7 @@ def test_a_head_needs_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     config = json.loads((PAIR / "target" / "config.json").read_text())
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(
-        pair_check, "_accepted", lambda asked: machine.ok("server arguments", "yes")
-    )
+    monkeypatch.setattr(start_check, "findings", lambda _: iter(()))
     found = findings_of("h100", "--target", TARGET, "--draft", str(tmp_path))
     assert "memory" in found and "vocabulary" not in found
     edit(tmp_path, architectures=["Eagle3DeepseekV2ForCausalLM"])  # which the planner does not know
