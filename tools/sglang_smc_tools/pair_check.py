@@ -94,6 +94,8 @@ def findings(
     scenario = Scenario(target, draft, device.times(options.tp), options.context, tail)
     given = scenario.smc(1, options.num_particles, options.num_steps)
     pair = ModelPair(given, options, most_slots)
+    if target.states is not None:
+        yield pair.states()
     yield pair.memory()
     if pair.slots > 0:
         yield from (pair.requests(mode) for mode in (WEIGHING, VERIFYING))
@@ -134,7 +136,7 @@ def _published(target: str) -> Iterator[Finding]:
             continue
         flags = {"mode": published.MODE, "num_particles": one.num_particles}
         found += "".join(f", {flag_of(flag)} {value}" for flag, value in flags.items())
-        found += f", K = {one.steps}; {published.UNTRIED}"
+        found += f", K = {one.steps}; its configuration: {one.configuration}; {published.UNTRIED}"
         yield ok("published draft", found)
 
 
@@ -295,13 +297,20 @@ class ModelPair(NamedTuple):
     most_slots: int | None
 
     @property
+    def share(self) -> float:
+        """Return the bytes for weights, states and KV."""
+        given = self.options.mem_fraction * (self.given.device.capacity or 0.0)
+        return given - (memory.ASIDE_BYTES if self.most_slots is None else 0.0)
+
+    @property
     def slots(self) -> int:
         """Return the KV slots of the pool; on this machine's CPU nothing is set aside."""
-        given = self.given
-        options = self.options
-        share = options.mem_fraction * (given.device.capacity or 0.0)
-        share -= memory.ASIDE_BYTES if self.most_slots is None else 0.0
-        slots = memory.kv_slots(given.target, given.draft, share, self.settings(), options.requests)
+        target = self.given.target
+        draft = self.given.draft
+        requests = self.options.requests
+        if target.states is not None:  # which a server sets aside for all that it may run
+            requests = max(1, min(requests, self.most(self.settings())))
+        slots = memory.kv_slots(target, draft, self.share, self.settings(), requests)
         return slots if self.most_slots is None else min(slots, self.most_slots)
 
     def settings(self, mode: str = WEIGHING, **other: Any) -> SMCConfig:
@@ -310,8 +319,17 @@ class ModelPair(NamedTuple):
 
     def fitting(self, config: SMCConfig) -> int:
         """Return how many requests of full length fit at once, without a shared prefix."""
+        if self.given.target.states is not None:
+            return self.most(config)
         context = self.options.context
         return self.slots // (context + arena(config, context))
+
+    def most(self, config: SMCConfig) -> int:
+        """Return how many requests of full length fit at once, each with its recurrent states."""
+        given = self.given
+        context = self.options.context
+        length = context + arena(config, context)
+        return memory.most_requests(given.target, given.draft, self.share, config, length)
 
     def lag(self) -> int | None:
         """Return the longest lag at which the wanted number of requests fits, or None."""
@@ -335,6 +353,22 @@ class ModelPair(NamedTuple):
             return fail("memory", found, do)
         numbers = {"weight_bytes": weights, "bytes_per_slot": slot, "slots": self.slots}
         return ok("memory", f"{found}: {self.slots:,} KV slots", numbers=numbers)
+
+    def states(self) -> Finding:
+        """Report the recurrent states, which a server sets aside for all requests at its start."""
+        both = self.given.target, self.given.draft
+        each = memory.state_bytes(*both, self.settings())
+        most = self.most(self.settings())
+        found = f"{si(each)}B a request, which a server sets aside for --max-running-requests"
+        found += f" ({memory.MOST_RUNNING} unless set); {most} such requests fit"
+        numbers = {"bytes": each, "requests": most}
+        if most >= memory.MOST_RUNNING:
+            return ok("recurrent states", found, numbers=numbers)
+        if most < 1:
+            do = "Too large: split it (--tp), take a larger device, or fewer particles."
+            return fail("recurrent states", found, do, numbers)
+        do = f"Give the server --max-running-requests {min(most, self.options.requests)}."
+        return warning("recurrent states", found, do, numbers)
 
     def requests(self, mode: str) -> Finding:
         config = self.settings(mode)
