@@ -82,14 +82,14 @@ def parser() -> argparse.ArgumentParser:
     add("--context", type=positive, help="tokens of a request, with its answer; default 4096, or "
         "what the target takes")  # fmt: skip
     add("--num-particles", type=positive, default=DEFAULTS.num_particles, help="N")
-    steps = f"K; default {DEFAULTS.num_steps}, or what the draft's checkpoint proposes, or a block's"
+    steps = f"K; default {DEFAULTS.num_steps}, or what the draft's checkpoint or its block says"
     add("--num-steps", type=positive, help=steps)
     add("--max-lag", type=positive, default=LAG, help="as --speculative-smc-max-lag")
     share = number(float, 0, 1, is_open=True)
     add("--mem-fraction", type=share, help="share of memory for weights and KV; default 0.7 on a "
         "CPU, and on a GPU what SGLang takes of so much memory")  # fmt: skip
-    add("--trust-remote-code", action="store_true", help="run code that comes with the models, as a "
-        "server with this flag does")  # fmt: skip
+    trust = "run code that comes with the models, as a server with this flag does"
+    add("--trust-remote-code", action="store_true", help=trust)
     add("--kernels", action="store_true", help="instead run each kernel against its torch "
         "reference, on this machine's GPU")  # fmt: skip
     add("--json", action="store_true", help="print JSON instead of lines")

@@ -40,7 +40,10 @@ APART = (
 )
 KNOWN = {"dtype", "printable", "drafts", "options", "kv", "state", "potentials", "command"}
 #: They judge a pair by SGLang's and the server's own rules.
-JUDGES = {"tools.pair_check": {"models", "cpu"}, "tools.start_check": {"upstream", "server"}}
+JUDGES = {
+    "tools.pair_check": {"models", "cpu"},
+    "tools.start_check": {"upstream", "models", "server"},
+}
 KERNELS = "kernels"  # between the mathematics and `ops`, which alone imports them
 MAY: dict[str, set[str]] = {"smc": set(), KERNELS: {"smc"}}
 

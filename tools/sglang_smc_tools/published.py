@@ -217,6 +217,7 @@ ROWS = (
         num_steps=7,
         context=262144,
         dtype="bfloat16",
+        block=8,
         window=4096,
         source="as Flash-Next exports DFlash2",
     ),

@@ -24,6 +24,7 @@ class Verdict(NamedTuple):
 
     problem: Finding | None
     longest: int = 0  # tokens that the target takes, where there is no problem
+    beyond: str | None = None  # what a server warns of a draft for shorter texts
 
 
 def findings(options: argparse.Namespace) -> Iterator[Finding]:
@@ -37,7 +38,7 @@ def findings(options: argparse.Namespace) -> Iterator[Finding]:
     flags = [name for name in ("--disable-radix-cache", "--trust-remote-code") if name in given]
     told = "".join(f", with {name}" for name in flags)
     yield ok(ABOUT, f"accepted{told}, and both models' families (by configuration)")
-    yield from _context(options.context, verdict.longest)
+    yield from _context(options.context, verdict)
     if elsewhere and _as_a_server(given).problem is not None:
         yield warning(
             "SGLang's own checks",
@@ -88,20 +89,26 @@ def _tried(given: list[str], check: Callable[[Any], None]) -> Verdict:
     from sglang.srt.server_args import prepare_server_args
 
     from sglang_smc import upstream
+    from sglang_smc.models import supported
 
+    beyond = None
     try:
         server_args = prepare_server_args(given)
         check(server_args)
         longest = upstream.model_config_of(server_args).context_len
+        if server_args.speculative_draft_model_path is not None:
+            beyond = supported.beyond_training(server_args)
     except (OSError, ValueError) as error:
         return Verdict(fail(ABOUT, "refused", str(error)))
     except Exception as error:  # of SGLang, whatever a broken configuration raises
         return Verdict(fail(ABOUT, "not read", f"{type(error).__name__}: {error}"))
-    return Verdict(None, longest)
+    return Verdict(None, longest, beyond)
 
 
-def _context(asked: int | None, longest: int) -> Iterator[Finding]:
-    """Yield a failure if the target takes no texts as long as --context."""
-    if asked is not None and asked > longest:
-        do = f"Allowed: at most {longest:,}, what the target takes."
+def _context(asked: int | None, verdict: Verdict) -> Iterator[Finding]:
+    """Yield what is wrong with the length of texts: for the target, or for the draft."""
+    if asked is not None and asked > verdict.longest:
+        do = f"Allowed: at most {verdict.longest:,}, what the target takes."
         yield fail("context", f"--context is {asked:,}", do)
+    if verdict.beyond is not None:
+        yield warning("context of the draft", "shorter than the target's", verdict.beyond)
