@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import zoo
 from model_families import CONFIGS
 from published_drafts import read, rewrite, write
 
@@ -232,13 +233,64 @@ def test_speed_is_that_of_the_plan() -> None:
     assert slow["speed"].level == slow["advice"].level == WARNING
 
 
+def test_a_block_drafts_all_of_itself_where_no_k_is_given(tmp_path: Path) -> None:
+    """As a server with that head; red where 8 is more than a published block has."""
+    folders = [zoo.write(name, tmp_path / str(place)) for place, name in enumerate(BLOCKS)]
+    drafts = ["dspark-8b", "dflash-8b", "ngram", LLAMA[3], *folders]
+    assert [*map(pair_check.default_steps, drafts)] == [8, 15, 8, 8, *BLOCKS.values()]
+
+
+#: Blocks by their name in `zoo`, and the K of each: a head that is no block has 8.
+BLOCKS = {
+    "qwen3-8b+deepspec": 7,
+    "qwen3.8-27b+dflash2": 7,
+    "qwen3.6-35b+redhat-dspark": 8,
+    "qwen3.6-35b+ornith-dspark": 7,
+    "qwen3-8b+specforge-dspark": 7,
+    "qwen3-8b+specforge-domino": 15,
+    "qwen3-8b+specforge-eagle3": 8,
+}
+
+
+def test_recurrent_states_are_part_of_the_sum() -> None:
+    """By hand: those of a prompt, and of 9 columns; red where 48 requests, a server's own, fail."""
+    target = BUILT_IN["qwen3.5-27b"]
+    assert target.states is not None
+    for requests in ("8", "48"):
+        given = ("--target", "qwen3.5-27b", "--draft", "mtp", "--requests", requests)
+        found = findings_of("h200", *given)
+        states = found["recurrent states"].numbers or {}
+        draft = shapes.draft_for(target, "mtp")
+        assert states["bytes"] == 10 * target.states.bytes + draft.hidden_state_bytes(8, 8)
+        room = 0.88 * (named("h200").capacity or 0) - 1.5e9 - target.resident_bytes
+        slots = (4096 + arena(SMCConfig(), 4096)) * (
+            target.kv_bytes_per_token + draft.kv_bytes_per_token
+        )
+        fitting = int((room - draft.resident_bytes) / (states["bytes"] + slots))
+        assert states["requests"] == fitting < 48
+        assert (
+            f"--max-running-requests {min(fitting, int(requests))}" in found["recurrent states"].do
+        )
+        assert (found["mode smc"].numbers or {})["requests"] == fitting
+        assert not [one for one in found.values() if one.level == FAIL]
+
+
+@pytest.mark.usefixtures("resolving")
+def test_texts_are_at_most_as_long_as_the_target_takes() -> None:
+    given = "--target", TARGET, "--draft", str(PAIR / "draft"), "--device", "h100", "--context"
+    found = {one.about: one for one in start_check.findings(options(*given, "100000"))}
+    assert found["context"].level == FAIL and "what the target takes" in found["context"].do
+    assert "context" not in {one.about for one in start_check.findings(options(*given, "512"))}
+
+
 @pytest.mark.parametrize(
     ("device", "draft"),
     [("l4", LLAMA[3]), *(("h100", name) for name in (LLAMA[3], "eagle3-8b", "dflash-8b", "ngram"))],
 )
 def test_memory_is_that_of_weights_states_and_arenas(device: str, draft: str) -> None:
     """By hand: 16 bits a number, 128 KiB of KV a token beside the draft's; matches are free."""
-    shape, found = draft_from_config(draft), findings_of(device, "--draft", draft)
+    given = "--draft", draft, "--num-steps", "8"
+    shape, found = draft_from_config(draft), findings_of(device, *given)
     states = 8 * shape.hidden_state_bytes(8, 8)  # of --requests
     weights = 2 * BUILT_IN["llama-3.1-8b"].num_parameters + shape.resident_bytes
     room = 0.88 * (named(device).capacity or 0) - 1.5e9 - states - weights

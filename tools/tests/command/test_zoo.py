@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import zoo
+from resolved_args import resolve
 from zoo import PAIRS, Pair
 
 from sglang_smc.command import doctor
@@ -19,6 +20,8 @@ from sglang_smc_tools import pair_check, start_check
 from sglang_smc_tools.plan import shapes
 
 REPOSITORY = Path(__file__).parents[3]
+#: Targets that SGLang starts on no CPU.
+NOT_HERE = {"gpt-oss-20b", "gpt-oss-120b", "gpt-oss-20b-bf16"}
 PRETENDED = REPOSITORY / "tests" / "support" / "pretended_gpu.py"
 
 
@@ -91,5 +94,26 @@ def test_doctor_says_of_another_device_what_a_server_there_says(
     assert verdict.level == (FAIL if said else OK), verdict
     if said:
         assert said.partition(": ")[2] == verdict.do
-    assert found.keys() <= {start_check.ABOUT, "context of the draft", "SGLang's own checks"}
     assert {one.level for one in found.values()} <= {verdict.level, WARNING}
+    shorter = found.pop("context of the draft", None)
+    assert (shorter is not None) == (pair.trained is not None)
+    assert shorter is None or f"texts of up to {pair.trained} tokens" in shorter.do
+    unchecked = found.pop("SGLang's own checks", None)
+    assert (unchecked is not None) == (pair.target in NOT_HERE and not said)
+    assert found.keys() == {start_check.ABOUT}
+
+
+@pytest.mark.usefixtures("resolving")
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+def test_doctor_says_of_this_machine_what_a_server_here_says(
+    pair: Pair, folders: dict[str, str]
+) -> None:
+    """Red where it passes other arguments than a server gets, or hears another error."""
+    verdict = doctor_of(pair, folders, "here")[start_check.ABOUT]
+    try:
+        resolve(**engine_of(pair, folders))
+    except Exception as error:
+        said = str(error) if isinstance(error, ValueError | OSError) else repr(type(error).__name__)
+        assert verdict.level == FAIL and said.strip("'") in verdict.do
+    else:
+        assert verdict.level == OK
