@@ -105,10 +105,10 @@ def _dspark_sizes(config: Config) -> HeadSizes:
     if options.get("projector_type") == "dspark":
         del options["projector_type"]
     block = _sizes_of_block(options, from_anchor=True)
-    vocab_size, rank, width = numbers_of(config, "vocab_size", "markov_rank", "hidden_size")
-    rows = config.get("draft_vocab_size") or vocab_size
+    vocab_size, rank, width = numbers_of(options, "vocab_size", "markov_rank", "hidden_size")
+    rows = options.get("draft_vocab_size") or vocab_size
     layers = {"gated": rank * (width + rank), "rnn": 3 * rank * (width + 2 * rank)}
-    more = layers.get(config.get("markov_head_type") or "", 0)
+    more = layers.get(options.get("markov_head_type") or "", 0)
     return block._replace(step_parameters=rows * rank + more, table_parameters=vocab_size * rank)
 
 
