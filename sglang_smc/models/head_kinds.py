@@ -135,7 +135,10 @@ def _named(config: Any) -> str:
 
 
 def head_problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
-    """Yield what in a draft's checkpoint does not fit a server, as phrases that follow its path."""
+    """Yield what in a draft's checkpoint does not fit a server, as phrases that follow its path.
+
+    One that ends with a full stop says what to do.
+    """
     name = architecture_of(config)
     told = config.hf_config.to_dict()
     if (type_of := told.get(formats.SPECULATORS)) and type_of not in formats.CLASSES:
@@ -148,8 +151,8 @@ def head_problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> I
             yield f"is {other} ({name})"
         elif "draft_vocab_size" in told:
             yield (
-                f"is an EAGLE-3 head that names {name} in its config.json: write {formats.EAGLE3} "
-                "there"
+                f"is an EAGLE-3 head that names {name} in its config.json. Write {formats.EAGLE3} "
+                "there."
             )
         return
     if unknown := told.get(formats.UNKNOWN):

@@ -146,7 +146,7 @@ def model_problems(server_args: Arguments, widest_heads: int | None) -> list[str
             "this target. Choose another draft."
         )
     found += [
-        f"{flag} {draft} {what}; {allowed}"
+        f"{flag} {draft} {what}" if what.endswith(".") else f"{flag} {draft} {what}; {allowed}"
         for what in kinds.head_problems(config, target, num_steps)
     ]
     if kinds.kind_of(config) == "model":
