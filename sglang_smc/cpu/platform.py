@@ -20,7 +20,7 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 from sglang_smc import upstream
 from sglang_smc.cpu import threads
-from sglang_smc.dtype import default_dtype
+from sglang_smc.dtype import AUTO_DTYPE_ENV, default_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +94,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # As torch copies host pools; SGLang's defaults are for kernels.
         server_args.hicache_io_backend = "direct"
         server_args.hicache_mem_layout = "layer_first"
-        if server_args.dtype == "auto":
+        if server_args.dtype == "auto" and os.environ.get(AUTO_DTYPE_ENV) != "1":
             server_args.dtype = default_dtype()
         if server_args.max_total_tokens is None and server_args.mem_fraction_static is None:
             server_args.max_total_tokens = MAX_TOTAL_TOKENS
