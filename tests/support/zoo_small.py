@@ -81,7 +81,7 @@ def make_head(name: str, folder: Path) -> str:
     weights = {part: torch.randn(shape, generator=draw) * STD for part, shape in wanted.items()}
     weights |= {part: 1 + one for part, one in weights.items() if one.ndim == 1}
     if is_reduced(config):
-        weights["d2t"] = torch.arange(HOT) % 2  # of 0 to HOT, some twice
+        weights["d2t"] = torch.arange(HOT) // 2  # what is added: every third token is left out
         weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(told))
