@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 
-from sglang_smc.drafts import checkpoint, formats, kinds, weights
+from sglang_smc.drafts import checkpoint, formats, kinds, language_models, weights
 from sglang_smc.drafts.weights import is_reduced
 from sglang_smc.models import draft_config
 from sglang_smc.operator_code import at, load_class
@@ -34,6 +34,20 @@ _OTHER_HEADS = {
     "Draft": "a draft of a kind that is not supported",
     "Assistant": "a draft of a kind that is not supported",
 }
+
+_OTHER_CLASS = (
+    f"allowed: a language model, a head of {', '.join(kinds.HEADS)}, or an MTP layer of this "
+    "target. Choose another draft."
+)
+_OTHER_SETTING = (
+    "allowed: settings that are read. Take out of config.json what concerns training alone; with "
+    "another choose another draft."
+)
+_FIT = "allowed: a head that fits this target and these settings. Or choose another draft."
+_WHOLE = (
+    "allowed: the weights that its config.json describes, all of them. Download both anew, or "
+    "choose another draft."
+)
 
 
 def kind_of(config: ModelConfig) -> kinds.Kind:
@@ -134,18 +148,57 @@ def _named(config: Any) -> str:
     return (config.architectures or [""])[0]
 
 
-def head_problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
-    """Yield what in a draft's checkpoint does not fit a server, as phrases that follow its path.
+class Problem(NamedTuple):
+    """What in a draft's checkpoint does not fit a server: a phrase that follows its path.
 
-    One that ends with a full stop says what to do.
+    One that ends with a full stop says itself what to do.
     """
+
+    what: str
+    cure: str = ""  # empty where the phrase says what to do
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.cure}" if self.cure and self.what[-1] != "." else self.what
+
+
+def head_problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
+    """Yield what `draft_problems` does, without what to do."""
+    yield from (one.what for one in draft_problems(config, target, num_steps))
+
+
+def draft_problems(
+    config: ModelConfig, target: ModelConfig, num_steps: int, *, has_files: bool = True
+) -> Iterator[Problem]:
+    """Yield what of a draft, a language model or a head, does not fit a server.
+
+    Args:
+        has_files: whether its weights are loaded from its files.
+    """
+    if found := [*_class_problems(config)]:
+        yield from (Problem(what, _OTHER_CLASS) for what in found)
+        return
+    if kind_of(config) != "model":
+        if unknown := config.hf_config.to_dict().get(formats.UNKNOWN):
+            what = f"sets {', '.join(unknown)} in its config.json, which nothing here reads"
+            yield Problem(what, _OTHER_SETTING)
+        drafter = drafter_of(config)
+        yield from (Problem(what, _FIT) for what in drafter.problems(config, target, num_steps))
+        misfits = [*_width_problems(config, target), *_layer_problems(drafter, config, target)]
+        if misfits:
+            yield from (Problem(what, _FIT) for what in misfits)
+            return
+    if has_files:
+        yield from _weight_problems(config, target)
+
+
+def _class_problems(config: ModelConfig) -> Iterator[str]:
+    """Yield what a draft is, if it is a head of no class that can be run."""
     name = architecture_of(config)
     told = config.hf_config.to_dict()
     if (type_of := told.get(formats.SPECULATORS)) and type_of not in formats.CLASSES:
         what = formats.OTHER_TYPES.get(type_of, "a head of an unknown type")
         yield f"is {what} ({formats.SPECULATORS} is {type_of!r})"
-        return
-    if name not in kinds.HEADS:
+    elif name not in kinds.HEADS:
         other = next((what for part, what in _OTHER_HEADS.items() if part in name), None)
         if other is not None:
             yield f"is {other} ({name})"
@@ -154,31 +207,53 @@ def head_problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> I
                 f"is an EAGLE-3 head that names {name} in its config.json. Write {formats.EAGLE3} "
                 "there."
             )
-        return
-    if unknown := told.get(formats.UNKNOWN):
-        yield f"sets {', '.join(unknown)} in its config.json, which nothing here reads"
-    drafter = drafter_of(config)
-    yield from drafter.problems(config, target, num_steps)
-    if misfits := [*_width_problems(config, target), *_layer_problems(drafter, config, target)]:
-        yield from misfits
-        return
-    yield from _tensor_problems(config, target)
 
 
-def _tensor_problems(config: ModelConfig, target: ModelConfig) -> Iterator[str]:
-    """Yield what of a checkpoint would not be computed with, by its files."""
+def _weight_problems(config: ModelConfig, target: ModelConfig) -> Iterator[Problem]:
+    """Yield what of a draft's weights would not be loaded or computed with, by their files.
+
+    Nothing is told of a Hugging Face id that is not downloaded yet, or in part; nor of a folder
+    without weights where the target is one, too: such a pair is planned for.
+    """
+    is_folder = Path(config.model_path).is_dir()
     try:
         folder = checkpoint.folder_of(config.model_path, config.revision)
+    except (OSError, ValueError):
+        return
+    if not checkpoint.has_weights(folder):
+        if is_folder and _has_weights(target):
+            yield Problem(f"has no weights, {' or '.join(checkpoint.PATTERNS)}", _WHOLE)
+        return
+    if not is_folder and checkpoint.absent_from(folder):
+        return
+    try:
         shapes = checkpoint.shapes_in(folder)
-    except (OSError, ValueError):  # told as the weights are loaded
+    except ValueError as error:
+        yield Problem(f"has weights that cannot be loaded: {error}")
         return
-    if not shapes:
-        return
+    if shapes and kind_of(config) == "model":
+        packed = checkpoint.is_quantized(folder, config.hf_config.to_dict(), shapes)
+        named = architecture_of(config)
+        found = language_models.problems(config.hf_config, named, shapes, packed)
+        yield from (Problem(what, _WHOLE) for what in found)
+    elif shapes:
+        found = _head_weight_problems(config, target, folder, shapes)
+        yield from (Problem(what, _WHOLE) for what in found)
+
+
+def _head_weight_problems(
+    config: ModelConfig, target: ModelConfig, folder: Path, shapes: checkpoint.Shapes
+) -> Iterator[str]:
     told = config.hf_config.to_dict()
     yield from weights.problems(told, shapes, partial(checkpoint.tensor_in, folder))
     name = next((name for name in shapes if name.endswith("embed_tokens.weight")), None)
     if kind_of(config) == "dflash" and name and not _is_targets(folder, name, target):
         yield f"has {name} of its own, which is not the target's; block heads embed by the target's"
+
+
+def _has_weights(config: ModelConfig) -> bool:
+    path = Path(config.model_path)
+    return not path.is_dir() or checkpoint.has_weights(path)
 
 
 def _is_targets(folder: Path, name: str, target: ModelConfig) -> bool:

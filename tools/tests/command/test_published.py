@@ -71,7 +71,8 @@ def refusals_of_draft(name: str) -> list[str]:
     if name.startswith(SPECULATORS):
         told = {formats.SPECULATORS: name.split()[1], **told}
     config = SimpleNamespace(hf_config=LlamaConfig(**told))
-    return list(head_kinds.head_problems(*(config, config), num_steps=4))  # pyright: ignore
+    found: Any = head_kinds.draft_problems(*(config, config), 4, has_files=False)  # pyright: ignore
+    return list(map(str, found))
 
 
 def is_taken(name: str) -> bool:
