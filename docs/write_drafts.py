@@ -12,10 +12,13 @@ END = "<!-- end of drafts -->"
 
 def drafts_page() -> str:
     """Return the table of drafts that run, and below those that do not."""
-    head = ("target", "draft", "its format", "N", "K")
-    lines = [head, ["---"] * 3 + ["---:"] * 2]
+    head = ("target", "draft", "its format", "its configuration", "N", "K")
+    lines = [head, ["---"] * 4 + ["---:"] * 2]
     lines += [
-        (one.target, linked(one), code(one.format), str(one.num_particles), one.steps)
+        (
+            *(one.target, linked(one), code(one.format), one.configuration),
+            *(str(one.num_particles), one.steps),
+        )
         for one in ROWS
         if one.runs
     ]

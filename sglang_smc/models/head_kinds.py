@@ -119,10 +119,10 @@ def reads_states(server_args: Any) -> bool:
 
 
 def proposed_tokens(server_args: Any) -> int | None:
-    """Return the K that a draft's checkpoint proposes, if it does; see `formats.num_tokens`."""
+    """Return the K that a draft's checkpoint proposes, if it does; see `kinds.proposed_steps`."""
     if server_args.speculative_draft_model_path is None:
         return None
-    return formats.num_tokens(_config_at(Place.of_draft(server_args)).to_dict())
+    return kinds.proposed_steps(_config_at(Place.of_draft(server_args)).to_dict())
 
 
 def knows_all(server_args: Any) -> bool:
@@ -149,13 +149,16 @@ def _named(config: Any) -> str:
 
 
 class Misfit(NamedTuple):
-    """What in a draft's checkpoint does not fit a server: a phrase that follows its path."""
+    """What in a draft's checkpoint does not fit a server: a phrase that follows its path.
+
+    One that ends with a full stop says itself what to do.
+    """
 
     what: str
     cure: str = ""  # empty where the phrase says what to do
 
     def __str__(self) -> str:
-        return f"{self.what}; {self.cure}" if self.cure else self.what
+        return f"{self.what}; {self.cure}" if self.cure and self.what[-1] != "." else self.what
 
 
 def head_problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
@@ -201,8 +204,8 @@ def _class_problems(config: ModelConfig) -> Iterator[str]:
             yield f"is {other} ({name})"
         elif "draft_vocab_size" in told:
             yield (
-                f"is an EAGLE-3 head that names {name} in its config.json: write {formats.EAGLE3} "
-                "there"
+                f"is an EAGLE-3 head that names {name} in its config.json. Write {formats.EAGLE3} "
+                "there."
             )
 
 

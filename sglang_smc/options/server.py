@@ -108,7 +108,12 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     # K: a round yields at most K + 1 tokens, with the target's bonus.
     num_steps: Annotated[
-        int, Setting(integers(1), "Tokens drafted a round", sglang_field="speculative_num_steps")
+        int,
+        Setting(
+            integers(1),
+            "Tokens drafted a round; a block, or a checkpoint of speculators, has its own default",
+            sglang_field="speculative_num_steps",
+        ),
     ] = 8
     mode: Annotated[
         str,

@@ -86,8 +86,15 @@ def rehearse(target: ParticleForward, draft: DraftProposer, ledger: Ledger, ops:
             ) from error
 
 
+# What torch says of operands that differ in dtype.
+_MISMATCHES = ("same dtype", "scalar type")
+
+
 def _cure(error: Exception) -> str:
-    """Return the remedy for a pass that raises: the cause may be a kernel, memory or the model."""
+    """Return the remedy for a pass that raises.
+
+    The cause may be a kernel, memory, dtypes or the model.
+    """
     frames = traceback.walk_tb(error.__traceback__)
     if any(frame.f_globals["__name__"].startswith("sglang_smc.kernels") for frame, _ in frames):
         return (
@@ -95,6 +102,8 @@ def _cure(error: Exception) -> str:
         )
     if isinstance(error, torch.OutOfMemoryError):
         return "Pass a smaller --mem-fraction-static, or a smaller --max-running-requests."
+    if any(words in str(error) for words in _MISMATCHES):
+        return "Pass --dtype, such as --dtype bfloat16, in which both models are loaded then."
     return "Choose another model or another --speculative-algorithm."
 
 

@@ -30,7 +30,7 @@ from sglang_smc.options.server import (
 )
 from sglang_smc.process import config_of
 from sglang_smc.server import presets, refusals, requirements
-from sglang_smc.upstream import IS_NEWER, Arguments
+from sglang_smc.upstream import IS_NEWER, Arguments, model_config_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ def check_arguments(server_args: Arguments) -> None:
     """Raise ValueError, listing the reasons, for a server that SMC cannot run on."""
     _draft_from_target(server_args)
     _steps_from_draft(server_args)
-    problems = [
+    # What else is wrong with a server that cannot run would send its operator in circles.
+    problems = supported.target_refusals(server_args) or [
         *_setting_problems(server_args),
         *_draft_problems(server_args),
         *requirements.unmet(server_args),
@@ -73,7 +74,7 @@ def _drafts_alone(view: Arguments) -> bool:
 
 
 def _steps_from_draft(server_args: Arguments) -> None:
-    """Take K from a `speculators` checkpoint where none is given."""
+    """Take K from a block, or a `speculators` checkpoint, where none is given."""
     view = resolved_view(server_args)
     if view.speculative_num_steps is None and (num_tokens := proposed_tokens(view)) is not None:
         server_args.speculative_num_steps = num_tokens
@@ -87,6 +88,8 @@ def resolve(server_args: Arguments) -> None:
         setattr(server_args, attribute, getattr(config, name))
     # Read once: a later version of the file would not be validated.
     server_args.speculative_smc_presets = presets.as_json(server_args)
+    if resolved_view(server_args).speculative_draft_model_path is not None:
+        _draft_as_target(server_args)
     # Else multimodal models are served as their language model, with a tokenizer alone.
     server_args.enable_multimodal = bool(resolved_view(server_args).enable_multimodal)
     # A chain: one candidate a step; a round has K draft tokens and the bonus token.
@@ -135,6 +138,18 @@ def resolve(server_args: Arguments) -> None:
             _DEFAULT_MAX_RUNNING_REQUESTS,
         )
     logger.info("SMC speculative decoding: %s", config)
+
+
+def _draft_as_target(server_args: Arguments) -> None:
+    """Have the draft loaded in the target's dtype, and say from where it was not trained.
+
+    With `auto` SGLang would take each model's from its own configuration; a head reads the target's
+    states and embedding.
+    """
+    if server_args.dtype == "auto":
+        server_args.dtype = str(model_config_of(server_args).dtype).removeprefix("torch.")
+    if (warning := supported.beyond_training(server_args)) is not None:
+        logger.warning("%s", warning)
 
 
 def _wants_states(server_args: Arguments) -> bool:

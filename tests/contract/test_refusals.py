@@ -390,19 +390,6 @@ def test_attention_to_all_or_a_window_is_not_refused(smc: dict, tmp_path: Path, 
     resolve(**smc | saved(tmp_path, arch, **ATTENTION[arch]))
 
 
-@pytest.mark.parametrize("given", [{}, {"context_length": 256}])
-def test_a_draft_for_shorter_texts_is_refused(
-    monkeypatch: pytest.MonkeyPatch, smc: dict, tmp_path: Path, given: dict[str, int]
-) -> None:
-    of = {"model_type": "gemma", "max_position_embeddings": 128}
-    asked = smc | given | saved(tmp_path, "GemmaForCausalLM", **of)
-    with pytest.raises(ValueError, match=r"-path .* of 128 tokens, .* 256; .*-length 128,"):
-        resolve(**asked)
-    resolve(**asked | {"context_length": 128})
-    monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
-    resolve(**asked)
-
-
 @pytest.mark.parametrize(("head_dim", "refused"), [(512, True), (256, False), (None, False)])
 def test_heads_that_kernels_do_not_take_are_refused(head_dim: int | None, refused: bool) -> None:
     model: Any = SimpleNamespace(head_dim=head_dim, attention_arch=AttentionArch.MHA)

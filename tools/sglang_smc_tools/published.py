@@ -1,6 +1,7 @@
 """List published drafts of the models most served: for `doctor`, docs/drafts.md, docs/support.md.
 
-No hub is reached here, so none was opened: names, formats and K are those of publishers' cards.
+No hub is reached here, so none was opened: names, formats and K are those of publishers' cards, and
+configurations those that the named public source quotes, or trains by.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ class PublishedDraft(NamedTuple):
     num_particles: int = 0  # N; 0 where it does not run
     num_steps: int | None = None  # K; None for the checkpoint's own
     refused: str = ""  # what the server's error says of the target, or else of the draft
+    context: int | None = None  # tokens of its texts, by its configuration
+    dtype: str = ""
+    block: int | None = None  # columns of a block
+    window: int | None = None  # tokens that it attends to
+    source: str = ""  # of what its configuration says; "" where none was seen
 
     @property
     def runs(self) -> bool:
@@ -42,6 +48,16 @@ class PublishedDraft(NamedTuple):
     @property
     def steps(self) -> str:
         return str(self.num_steps or "the checkpoint's")
+
+    @property
+    def configuration(self) -> str:
+        """What its configuration says that decides whether it fits, and where that stands."""
+        if not self.source:
+            return "not seen"
+        told = [f"{self.context:,} tokens", self.dtype]
+        told += [f"block of {self.block}"] if self.block else []
+        told += [f"window of {self.window:,}"] if self.window else []
+        return f"{', '.join(told)} ({self.source})"
 
 
 _LLAMA = ("LlamaForCausalLM",)
@@ -67,6 +83,9 @@ ROWS = (
         format=_EAGLE3,
         num_particles=DENSE,
         num_steps=3,
+        context=2048,
+        dtype="float16",
+        source="SpecForge configs/llama3-8B-eagle3.json",
     ),
     PublishedDraft(
         target="Llama 3.2 3B",
@@ -75,6 +94,10 @@ ROWS = (
         draft="rasyosef/Llama-3.2-3B-Instruct-DSpark",
         format="speculators dspark",
         num_particles=DENSE,
+        context=131072,
+        dtype="bfloat16",
+        block=8,
+        source="speculators 0.9.0 on this target",
     ),
     PublishedDraft(
         target="Llama 3.3 70B",
@@ -84,6 +107,9 @@ ROWS = (
         format=_EAGLE3,
         num_particles=DENSE,
         num_steps=3,
+        context=4096,
+        dtype="float16",
+        source="SpecForge configs/llama3-70B-ealge3.json",
     ),
     PublishedDraft(
         target="Qwen3 4B",
@@ -93,6 +119,10 @@ ROWS = (
         format="Qwen3DSparkModel",
         num_particles=DENSE,
         num_steps=7,
+        context=40960,
+        dtype="bfloat16",
+        block=7,
+        source="DeepSpec config/dspark/dspark_qwen3_4b.py",
     ),
     PublishedDraft(
         target="Qwen3 8B",
@@ -102,6 +132,10 @@ ROWS = (
         format="Qwen3DSparkModel",
         num_particles=DENSE,
         num_steps=7,
+        context=40960,
+        dtype="bfloat16",
+        block=7,
+        source="DeepSpec config/dspark/dspark_qwen3_8b.py",
     ),
     PublishedDraft(
         target="Qwen3 14B",
@@ -111,6 +145,10 @@ ROWS = (
         format="Qwen3DSparkModel",
         num_particles=DENSE,
         num_steps=7,
+        context=40960,
+        dtype="bfloat16",
+        block=7,
+        source="DeepSpec config/dspark/dspark_qwen3_14b.py",
     ),
     PublishedDraft(
         target="Qwen3 32B",
@@ -127,6 +165,9 @@ ROWS = (
         draft="RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3",
         format="speculators eagle3",
         num_particles=SPARSE,
+        context=40960,
+        dtype="bfloat16",
+        source="as RedHatAI's others of speculators",
     ),
     PublishedDraft(
         target="Qwen3 235B-A22B",
@@ -153,6 +194,9 @@ ROWS = (
         format="Qwen3_5ForCausalLMMTP",
         num_particles=DENSE,
         num_steps=3,
+        context=262144,
+        dtype="bfloat16",
+        source="aiconfigurator model_configs/",
     ),
     PublishedDraft(
         target="Qwen3.8 27B",
@@ -171,6 +215,11 @@ ROWS = (
         format="DFlash2DraftModel",
         num_particles=DENSE,
         num_steps=7,
+        context=262144,
+        dtype="bfloat16",
+        block=8,
+        window=4096,
+        source="as Flash-Next exports DFlash2",
     ),
     PublishedDraft(
         target="Qwen3.5, 3.6, 3.8, MoE",
@@ -180,6 +229,9 @@ ROWS = (
         format="Qwen3_5ForCausalLMMTP",
         num_particles=SPARSE,
         num_steps=3,
+        context=262144,
+        dtype="bfloat16",
+        source="aiconfigurator model_configs/",
     ),
     PublishedDraft(
         target="Qwen3.6 35B-A3B",
@@ -188,6 +240,11 @@ ROWS = (
         draft="RedHatAI/Qwen3.6-35B-A3B-speculator.dspark",
         format="speculators dspark",
         num_particles=SPARSE,
+        context=262144,
+        dtype="bfloat16",
+        block=8,
+        window=2048,
+        source="quoted by a test of vllm.cpp",
     ),
     PublishedDraft(
         target="gpt-oss 20b",
@@ -196,6 +253,9 @@ ROWS = (
         draft="RedHatAI/gpt-oss-20b-speculator.eagle3",
         format="speculators eagle3",
         num_particles=SPARSE,
+        context=131072,
+        dtype="bfloat16",
+        source="RedHatAI's, quoted",
     ),
     PublishedDraft(
         target="gpt-oss 120b",
@@ -204,6 +264,9 @@ ROWS = (
         draft="RedHatAI/gpt-oss-120b-speculator.eagle3",
         format="speculators eagle3",
         num_particles=SPARSE,
+        context=131072,
+        dtype="bfloat16",
+        source="as RedHatAI's of 20b",
     ),
     PublishedDraft(
         target="DeepSeek V3, V3.1, R1",
@@ -213,6 +276,9 @@ ROWS = (
         format="DeepseekV3ForCausalLMNextN",
         num_particles=SPARSE,
         num_steps=3,
+        context=163840,
+        dtype="bfloat16",
+        source="aiconfigurator model_configs/",
     ),
     PublishedDraft(
         target="DeepSeek V3.2",
@@ -221,6 +287,9 @@ ROWS = (
         draft=MTP_LAYER,
         format="DeepseekV3ForCausalLMNextN",
         refused=_SPARSE_ATTENTION,
+        context=163840,
+        dtype="bfloat16",
+        source="aiconfigurator model_configs/",
     ),
     PublishedDraft(
         target="DeepSeek V4",
@@ -238,6 +307,9 @@ ROWS = (
         format="Glm4MoeForCausalLMNextN",
         num_particles=SPARSE,
         num_steps=3,
+        context=131072,
+        dtype="bfloat16",
+        source="a test of vlm",
     ),
     PublishedDraft(
         target="GLM-4.7-Flash",
@@ -255,6 +327,11 @@ ROWS = (
         draft="RedHatAI/GLM-5.2-speculator.dspark",
         format="speculators dspark",
         refused=_SPARSE_ATTENTION,
+        context=1048576,
+        dtype="bfloat16",
+        block=8,
+        window=2048,
+        source="RedHatAI's of GLM-5.3, quoted by tensorfold",
     ),
     PublishedDraft(
         target="GLM-5.3-Flash",
@@ -272,6 +349,9 @@ ROWS = (
         format=_EAGLE3,
         num_particles=SPARSE,
         num_steps=3,
+        context=131072,
+        dtype="bfloat16",
+        source="SpecForge configs/deepseek-v3-671b-eagle3.json and its card",
     ),
     PublishedDraft(
         target="Kimi K2.5, 2.6, 2.7",
@@ -288,6 +368,10 @@ ROWS = (
         draft="Inferact/Kimi-K3-DSpark",
         format="K3DSparkModel",
         refused=_RECURRENT,
+        context=65536,
+        dtype="bfloat16",
+        block=7,
+        source="its keys quoted, sizes assumed",
     ),
     PublishedDraft(
         target="MiniMax M2 to M2.7",
@@ -297,6 +381,9 @@ ROWS = (
         format=_EAGLE3,
         num_particles=SPARSE,
         num_steps=5,
+        context=196608,
+        dtype="bfloat16",
+        source="its training script",
     ),
     PublishedDraft(
         target="MiniMax M3",
@@ -305,6 +392,9 @@ ROWS = (
         draft="Inferact/MiniMax-M3-EAGLE3",
         format="",
         refused=_SPARSE_ATTENTION,
+        context=196608,
+        dtype="bfloat16",
+        source="its keys quoted, sizes assumed",
     ),
     PublishedDraft(
         target="Gemma 3 4B, 12B, 27B",
@@ -314,6 +404,10 @@ ROWS = (
         format="Gemma3ForCausalLM",
         num_particles=DENSE,
         num_steps=8,
+        context=32768,
+        dtype="bfloat16",
+        window=512,
+        source="transformers' conversion of Gemma 3",
     ),
     PublishedDraft(
         target="Gemma 4",

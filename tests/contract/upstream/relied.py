@@ -37,6 +37,8 @@ srt.managers.overlap_utils.FutureMap(* device spec_algo req_to_token_pool
         needs_cpu_seq_lens needs_confidence_relay)
 srt.configs.model_config.ModelConfig: is_hybrid_swa model_is_mrope speculative_algorithm
     .__init__ | calls self._config_draft_model self._derive_model_shapes
+        self._derive_context_length self._verify_quantization
+    .from_server_args | hands on json_model_override_args
 srt.layers.rotary_embedding.base.RotaryEmbedding: cos_sin_cache head_size is_neox_style rotary_dim
         use_fallback_kernel
     .forward_native(self positions query key)
