@@ -230,13 +230,8 @@ def _is_own(name: str, value: Any) -> bool:
     return value is not None or name == META_PREFIX + "log_evidence"
 
 
-_SPEC_METRICS = (
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics"
-)
-
-
 @PATCHES.on(
-    _SPEC_METRICS,
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
     "srt/managers/tokenizer_manager.py:3156 (proposed: --speculative-num-steps in each round)",
     why="SGLang counts drafts as proposed in rounds that draft none, or fewer than the server's K.",
     retire_when="A request may carry its own number of proposed drafts.",
@@ -251,7 +246,7 @@ def count_proposed(
 
 
 @PATCHES.on(
-    _SPEC_METRICS,
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
     "srt/managers/tokenizer_manager.py, of the oldest release",
     why="customized_info carries lists with one element per token; totals are numbers.",
     retire_when="`upstream.OLDER` leaves.",

@@ -226,10 +226,10 @@ def test_sglangs_router_brings_requests_to_both(pair: Pair, path: str, tmp_path:
     workers += ["--decode", pair.decode.url]
     with running_router(tmp_path, workers, 2) as router:
         Parity(pair, router, Target(path, EOS)).test_logprob_parity()
-        check_settings(router)
+        check_settings(router, pair.decode)
 
 
-def check_settings(router: Server) -> None:
+def check_settings(router: Server, decode: Server) -> None:
     """Check what comes through both a router and a prefill server that know no presets.
 
     Red where none of a request's settings does, which is what docs/operations.md would have to say.
@@ -242,8 +242,15 @@ def check_settings(router: Server) -> None:
     found = router.post("/v1/completions", **shared, prompt="t5 t6", **own)
     info = found.json()["choices"][0]["meta_info"]
     assert (info["spec_smc_mode"], info["spec_smc_num_particles"]) == ("exact", 2)
-    decoded = router.post("/v1/chat/completions", **shared, **chat, **named)
-    assert decoded.status_code == 200, decoded.text
+    before = totals_of(decode)
+    answer = router.post("/v1/chat/completions", **shared, **chat, **named)
+    assert answer.status_code == 200, answer.text
+    after = totals_of(decode)
+    assert after["particles"] - before["particles"] == 2 * (after["rounds"] - before["rounds"]) > 0
+
+
+def totals_of(server: Server) -> dict[str, Any]:
+    return server.get("/server_info").json()["internal_states"][0]["smc"]["since_start"]
 
 
 def test_a_lost_prefill_server_ends_requests_and_not_the_decode_server(pair: Pair) -> None:
