@@ -12,6 +12,7 @@ from sglang.srt.session.session_controller import Session
 
 from sglang_smc.guard import grammar_cache
 from sglang_smc.process import active, active_config
+from sglang_smc.round.result import count_emitted
 from sglang_smc.rules import registry
 from sglang_smc.rules.grammar import Grammar
 from sglang_smc.rules.stopping import StopTexts
@@ -42,8 +43,8 @@ def update_finish_state(original: Callable, req: Req, new_accepted_len: int = 1)
     The look for an end is skipped where a round emitted no token, or one that may still change.
     The log-probability that SGLang counts as sent with no token is taken back. A request ends
     whose prefill found logits that mean nothing, or whose text a stop pattern matches, which SGLang
-    is not shown. Tokens and time between chunks of streams are measured. A finished request's
-    totals reach the streamer as customized_info.
+    is not shown. What rounds have emitted is counted, and time between chunks of streams. A
+    finished request's totals reach the streamer as customized_info.
     """
     state = find_state(req)
     if state is None:
@@ -58,6 +59,7 @@ def update_finish_state(original: Callable, req: Req, new_accepted_len: int = 1)
         original(req, num_new)
         StopTexts.end_at_match(req)
     if state is not None and (monitor := active.monitor) is not None:
+        count_emitted(req, monitor)
         if req.stream:
             _time_chunk(req, state, monitor, num_new)
         if req.finished() and not state.has_ended:

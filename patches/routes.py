@@ -46,10 +46,14 @@ _CONVERSATIONS = {
 def bound_conversation(
     original: Callable, serving: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse a conversation that cannot fit, before it is rendered and tokenized."""
+    """Refuse a conversation that cannot fit, before it is rendered and tokenized.
+
+    A preset in chat_template_kwargs is taken out, before SGLang looks for adapters' names.
+    """
     manager = serving.tokenizer_manager
     if is_smc(manager.server_args):
         check_conversation(vars(request), manager)
+        presets.take_from_template(request, presets.of(manager.server_args))
     return original(serving, request, *args, **kwargs)
 
 

@@ -339,6 +339,15 @@ def _experts_capturer() -> Any:
     return get_global_experts_capturer()
 
 
+def tool_close_tokens(parser: str | None, tokenizer: Any) -> frozenset[int]:
+    """Return the stop tokens that SGLang leaves in a text, since they close a tool call."""
+    if not IS_NEWEST:
+        return frozenset()
+    from sglang.srt.parser.response_template import tool_close_token_ids
+
+    return tool_close_token_ids(parser, tokenizer)
+
+
 def num_bound_processes(*, tp_size: int, dp_size: int) -> int:
     """Return the number of listed core shares: replicas have their own, except in 0.5.17."""
     return tp_size * dp_size if IS_NEWER else tp_size

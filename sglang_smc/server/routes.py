@@ -2,12 +2,11 @@
 
 import json
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from sglang.srt.entrypoints.openai.sse_utils import build_sse_content
 from sglang.srt.managers.io_struct import GenerateReqInput
-from transformers import PreTrainedTokenizerBase
 
 from sglang_smc.state.metrics import META_PREFIX
 
@@ -16,8 +15,8 @@ META_INFO_WISH = "return_meta_info"
 # Attribute of a request: the meta_info of its finished responses, by their index.
 _FINISHED = "smc_finished"
 
-_PARTICLES = META_PREFIX + "particles"
-_TRACE = META_PREFIX + "trace"
+PARTICLES = META_PREFIX + "particles"
+TRACE = META_PREFIX + "trace"
 
 
 def hand_back(answers: AsyncIterator[dict], obj: GenerateReqInput) -> AsyncIterator[dict]:
@@ -85,29 +84,4 @@ def note_finished(obj: GenerateReqInput) -> dict[int, dict]:
 
 
 def has_particles(meta_info: dict) -> bool:
-    return _PARTICLES in meta_info or _TRACE in meta_info
-
-
-def add_texts(meta_info: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Decode the particles of a response, and each token of its trace.
-
-    A particle's text leaves special tokens out, as texts of responses do; a token's own does not.
-    """
-    if tokenizer is None:
-        return
-    for particle in meta_info.get(_PARTICLES) or ():
-        particle["text"] = tokenizer.decode(particle["output_ids"], skip_special_tokens=True)
-    trace = meta_info.get(_TRACE)
-    if trace and "pieces" not in trace:  # SGLang processes the end of a stream twice
-        ids = sorted(_tokens_of(trace["rounds"]) | set(trace.get("emitted_after") or ()))
-        trace["pieces"] = {str(one): tokenizer.decode([one]) for one in ids}
-
-
-def _tokens_of(rounds: Iterable[Mapping[str, Any]]) -> set[int]:
-    """Return all tokens in a trace's rounds."""
-    found: set[int] = set()
-    for one in rounds:
-        found.update(one.get("emitted_before") or (), one.get("begins") or ())
-        found.update(one["emitted"], *one["drafted"])
-        found.update(token for token in one["bonus"] if token is not None)
-    return found
+    return PARTICLES in meta_info or TRACE in meta_info
