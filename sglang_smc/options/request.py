@@ -27,6 +27,7 @@ from sglang_smc.options.server import (
     with_implied,
 )
 from sglang_smc.potentials.spec import PotentialSpec, parse_specs
+from sglang_smc.printable import in_all, shown
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -155,7 +156,7 @@ def chosen_keys(given: Any, where: str = CUSTOM_PARAMS) -> dict[str, Any]:
         return {}
     if not isinstance(given["smc"], dict):
         raise ValueError(
-            f"{where} is {given['smc']!r}; allowed: an object with keys of {', '.join(KEYS)}."
+            f"{where} is {shown(given['smc'])}; allowed: an object with keys of {', '.join(KEYS)}."
         )
     return given["smc"]
 
@@ -197,18 +198,18 @@ def without_drafts(asked: _Config) -> _Config:
 
 def _raise_if(problems: list[str], where: str) -> None:
     if problems:
-        raise ValueError(f"{where} " + " ".join(problems))
+        raise ValueError(f"{where} {in_all(problems)}")
 
 
 def _problem(server: SMCConfig, name: str, value: Any) -> str | None:
     """Return what is wrong with a key or its value, or None."""
     if name not in KEYS:
-        return f"the unknown key {name!r}; allowed: {', '.join(KEYS)}."
+        return f"the unknown key {shown(name)}; allowed: {', '.join(KEYS)}."
     try:
         if name == POTENTIALS_KEY:
             parse_specs(value)
         elif not (allowed := _range_of(name, server)).holds(value):
-            return f"{name}={value!r}; allowed: {allowed.words}."
+            return f"{name}={shown(value)}; allowed: {allowed.words}."
     except ValueError as error:
         return str(error)
     return None
@@ -250,7 +251,7 @@ def _conflicts(config: RequestConfig, chosen: dict[str, Any]) -> list[str]:
     lacking = check_support(config)
     found = [f"has {lacking}"] if lacking else []
     found += [
-        f"has {name}={value!r}, which has no effect in mode {config.mode!r}; allowed: mode "
+        f"has {name}={shown(value)}, which has no effect in mode {config.mode!r}; allowed: mode "
         f"{' or '.join(map(repr, KEYS[name].modes))}. Leave one of the two out."
         for name, value in chosen.items()
         if config.mode not in KEYS[name].modes and not _is_neutral(name, value)
@@ -284,7 +285,8 @@ def _conflicts_without_drafts(config: RequestConfig, chosen: dict[str, Any]) -> 
 def _told(name: str, config: RequestConfig, chosen: dict[str, Any]) -> str:
     """Return a setting with its value, and where it is the server's, with its flag."""
     value = chosen.get(name, getattr(config, name))
-    return f"{name}={value!r}" + ("" if name in chosen else f" (this server's {flag_of(name)})")
+    whose = "" if name in chosen else f" (this server's {flag_of(name)})"
+    return f"{name}={shown(value)}{whose}"
 
 
 def _is_neutral(name: str, value: Any) -> bool:

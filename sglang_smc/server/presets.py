@@ -21,6 +21,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang_smc import upstream
 from sglang_smc.options.request import CUSTOM_PARAMS, chosen_keys, request_config
 from sglang_smc.options.server import FIELDS, SMCConfig, flag_of, out_of_range
+from sglang_smc.printable import shown
 from sglang_smc.server import refusals
 from sglang_smc.upstream import Arguments
 
@@ -78,7 +79,7 @@ def find(name: Any, presets: Presets, adapters: Collection[str]) -> dict[str, An
     there = ", ".join(map(repr, presets)) or f"none, until the server is started with {FLAG}"
     loaded = ", ".join(map(repr, adapters)) or "none, until it is started with --enable-lora"
     raise ValueError(
-        f"The name {name!r} (lora_path, or what follows the model's name and a colon) is "
+        f"The name {shown(name)} (lora_path, or what follows the model's name and a colon) is "
         f"unknown; presets of this server: {there}; LoRA adapters: {loaded}."
     )
 
@@ -119,7 +120,7 @@ def put_in_place(
     Raises ValueError if a name is unknown, or a preset and the request's own keys conflict.
     """
     if request.lora_id is not None:  # SGLang would hand it on, to a scheduler that may lack it
-        raise ValueError(f"lora_id is {request.lora_id!r:.100}; send a name, as lora_path.")
+        raise ValueError(f"lora_id is {shown(request.lora_id)}; send a name, as lora_path.")
     names = request.lora_path
     params = request.sampling_params
     if not names:

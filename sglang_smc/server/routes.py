@@ -8,6 +8,7 @@ from typing import Any
 from sglang.srt.entrypoints.openai.sse_utils import build_sse_content
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from sglang_smc.server import usage
 from sglang_smc.state.metrics import META_PREFIX
 
 META_INFO_WISH = "return_meta_info"
@@ -40,10 +41,18 @@ def shown(request: Any, meta_info: dict) -> dict | None:
 async def with_meta_info(
     chunks: AsyncIterator[str], request: Any, finished: dict[int, dict]
 ) -> AsyncIterator[str]:
-    """Yield a stream of the OpenAI routes, with meta_info in the chunks that end its choices."""
+    """Yield a stream of the OpenAI routes, with what SGLang leaves out of some of its chunks.
+
+    In those that end a choice it is meta_info, in the one with the whole usage the draft tokens.
+    """
     async for chunk in chunks:
         # Within a text the quotes would be escaped.
-        yield _ended(chunk, request, finished) if '"finish_reason":"' in chunk else chunk
+        if '"finish_reason":"' in chunk:
+            yield _ended(chunk, request, finished)
+        elif '"choices":[]' in chunk and '"usage":{' in chunk:
+            yield _counted(chunk, finished)
+        else:
+            yield chunk
 
 
 async def with_logprobs(chunks: AsyncIterator[str], step: Mapping[str, Any]) -> AsyncIterator[str]:
@@ -68,11 +77,26 @@ async def with_logprobs(chunks: AsyncIterator[str], step: Mapping[str, Any]) -> 
 
 def _ended(chunk: str, request: Any, finished: dict[int, dict]) -> str:
     """Return a chunk that ends choices, with their meta_info."""
-    body = json.loads(chunk.removeprefix("data: "))
+    body = _body_of(chunk)
     for choice in body["choices"]:
         meta_info = shown(request, finished.get(choice["index"], {}))
         if choice["finish_reason"] and meta_info:
             choice["meta_info"] = meta_info
+    return _as_chunk(body)
+
+
+def _counted(chunk: str, finished: dict[int, dict]) -> str:
+    """Return the chunk with the usage of all choices, with their draft tokens."""
+    body = _body_of(chunk)
+    usage.add_details(body, finished.values())
+    return _as_chunk(body)
+
+
+def _body_of(chunk: str) -> dict[str, Any]:
+    return json.loads(chunk.removeprefix("data: "))
+
+
+def _as_chunk(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 

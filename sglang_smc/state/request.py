@@ -29,6 +29,7 @@ from sglang_smc.state.fidelity import AnswerFidelity
 from sglang_smc.state.metrics import META_PREFIX, Counters, meta_info, zero_counters
 from sglang_smc.state.open_token import OpenToken
 from sglang_smc.state.settings import Start, stop_tokens
+from sglang_smc.state.thoughts import Count
 from sglang_smc.state.trace import Trace, TracedRound
 from sglang_smc.upstream import allocated, kv_of
 
@@ -66,6 +67,7 @@ class RequestState(msgspec.Struct):
     was_reduced: bool = False  # some round verified, where the budget left one particle
     drafts: CorrectDrafts = msgspec.field(default_factory=CorrectDrafts)
     num_read: int | None = None  # tokens that the draft has read, where it has skipped rounds
+    count_thoughts: Count | None = None  # SGLang's counter, once it has counted a token
 
     @classmethod
     def of(cls, seed: int, config: RequestConfig) -> "RequestState":

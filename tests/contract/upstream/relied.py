@@ -74,6 +74,9 @@ srt.managers.schedule_batch.Req: finished_reason? finished_len? decode_batch_idx
 srt.entrypoints.openai.serving_base.OpenAIServingBase
     .handle_request(self request raw_request) | kind coroutine
     ._resolve_lora_path(self request_model explicit_lora_path) | calls self._parse_model_parameter
+srt.entrypoints.openai.protocol.UsageInfo: reasoning_tokens
+srt.entrypoints.openai.protocol.ChatCompletionResponse: usage
+srt.entrypoints.openai.protocol.CompletionResponse: usage
 srt.entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request | calls
         self._process_messages self._resolve_lora_path | hands on lora_path
 srt.entrypoints.anthropic.serving.AnthropicServing._handle_non_streaming | calls
