@@ -15,6 +15,7 @@ from sglang_smc.drafts import checkpoint, formats, kinds, weights
 from sglang_smc.drafts.weights import is_reduced
 from sglang_smc.models import draft_config
 from sglang_smc.operator_code import at, load_class
+from sglang_smc.options import sizes
 from sglang_smc.options.server import flag_of
 
 # Unsupported heads, by a part of their architecture's name; the first that is found counts.
@@ -110,11 +111,17 @@ def reads_states(server_args: Any) -> bool:
     return is_head or (place.path == server_args.model_path and has_mtp(place))
 
 
-def proposed_tokens(server_args: Any) -> int | None:
-    """Return the K that a draft's checkpoint proposes, if it does; see `formats.num_tokens`."""
+def draft_of(server_args: Any) -> tuple[str, formats.Config | None]:
+    """Return the kind of a server's draft, a key of `sizes.ROWS`, and its configuration if any."""
+    if server_args.speculative_smc_draft_class is not None:
+        return sizes.OWN, None
     if server_args.speculative_draft_model_path is None:
-        return None
-    return formats.num_tokens(_config_at(Place.of_draft(server_args)).to_dict())
+        return sizes.NGRAM, None
+    place = Place.of_draft(server_args)
+    if place.path == server_args.model_path and has_mtp(place):
+        return "mtp", None
+    config = _config_at(place)
+    return kinds.kind_of(_named(config)), config.to_dict()
 
 
 def knows_all(server_args: Any) -> bool:
