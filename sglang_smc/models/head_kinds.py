@@ -23,7 +23,7 @@ _OTHER_HEADS = {
     "Gemma4Assistant": "a Gemma 4 assistant, which attends to the target's own KV",
     "Gemma4UnifiedAssistant": "a Gemma 4 assistant, which attends to the target's own KV",
     "LiLiCorr": "a LiLiCorr head of a class that is not supported",
-    "PEagle": "a P-EAGLE head, which drafts several tokens a pass from masks",
+    "PEagle": formats.P_EAGLE,
     "XPress": "an XPress head, of a kind that is not supported",
     "Eagle3": "an EAGLE-3 head of a class that is not supported",
     "Eagle": "an EAGLE head of a class that is not supported",
@@ -34,12 +34,6 @@ _OTHER_HEADS = {
     "MTP": "an MTP layer of a kind that is not supported",
     "Draft": "a draft of a kind that is not supported",
     "Assistant": "a draft of a kind that is not supported",
-}
-# Unsupported heads by the type that `speculators` gives them.
-_OTHER_TYPES = {
-    "peagle": _OTHER_HEADS["PEagle"],
-    "xpress": _OTHER_HEADS["XPress"],
-    "mtp": "an MTP layer in the format of speculators, which SGLang has no class for",
 }
 
 
@@ -148,11 +142,14 @@ def _named(config: Any) -> str:
 
 
 def head_problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
-    """Yield what in a draft's checkpoint does not fit a server, as phrases that follow its path."""
+    """Yield what in a draft's checkpoint does not fit a server, as phrases that follow its path.
+
+    One that ends with a full stop says what to do.
+    """
     name = architecture_of(config)
     told = config.hf_config.to_dict()
     if (type_of := told.get(formats.SPECULATORS)) and type_of not in formats.CLASSES:
-        what = _OTHER_TYPES.get(type_of, "a head of an unknown type")
+        what = formats.OTHER_TYPES.get(type_of, "a head of an unknown type")
         yield f"is {what} ({formats.SPECULATORS} is {type_of!r})"
         return
     if name not in kinds.HEADS:
@@ -161,8 +158,8 @@ def head_problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> I
             yield f"is {other} ({name})"
         elif "draft_vocab_size" in told:
             yield (
-                f"is an EAGLE-3 head that names {name} in its config.json: write {formats.EAGLE3} "
-                "there"
+                f"is an EAGLE-3 head that names {name} in its config.json. Write {formats.EAGLE3} "
+                "there."
             )
         return
     if unknown := told.get(formats.UNKNOWN):

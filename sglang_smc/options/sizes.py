@@ -153,18 +153,8 @@ def choose(
     if proposed := formats.num_tokens(config):
         told = f"{told}; K as the draft's checkpoint proposes"
         return Chosen(row.num_particles, proposed, told)
-    return Chosen(row.num_particles, min(num_steps, block_steps(config) or num_steps), told)
-
-
-def block_steps(config: Config) -> int | None:
-    """Return the tokens that a block head drafts at most; None for other drafts."""
-    found = kinds.type_of(config)
-    if found is None or found.kind != "dflash" or found.sizes is None:
-        return None
-    try:
-        return found.sizes(config).max_steps
-    except ValueError:  # what only the planner needs is missing
-        return (formats.block_options(config).get("block_size") or kinds.BLOCK_SIZE) - 1
+    block = kinds.proposed_steps(config) or num_steps
+    return Chosen(row.num_particles, min(num_steps, block), told)
 
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

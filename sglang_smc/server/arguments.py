@@ -43,7 +43,8 @@ def check_arguments(server_args: Arguments) -> None:
     """Raise ValueError, listing the reasons, for a server that SMC cannot run on."""
     _draft_from_target(server_args)
     sizes.choose(server_args)
-    problems = [
+    # What else is wrong with a server that cannot run would send its operator in circles.
+    problems = supported.target_refusals(server_args) or [
         *_setting_problems(server_args),
         *_draft_problems(server_args),
         *requirements.unmet(server_args),

@@ -42,7 +42,6 @@ def test_each_number_has_a_file_that_it_comes_from(row: sizes.Row) -> None:
         ("dflash", BLOCK, EXACT, (8, 6)),
         ("dflash", BLOCK | {"block_size": 33}, EXACT, (8, 16)),
         ("dflash", BLOCK | {"block_size": 33}, FIXED, (8, 8)),
-        ("dflash", BLOCK | {"projector_type": "new"}, EXACT, (8, 6)),
         (sizes.NGRAM, None, EXACT, (8, 8)),
     ],
 )
