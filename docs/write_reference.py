@@ -4,9 +4,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from sglang_smc.drafts.sizes import MIXTURE, ROWS, WEIGHED, SizesRow
 from sglang_smc.options.request import KEYS, UP_TO_SERVER
 from sglang_smc.options.server import LONG_LAG, MODES, SETTINGS, Setting, flag_of, values_of
-from sglang_smc.options.sizes import MIXTURE, ROWS, WEIGHED, Row
 
 FOLDER = Path(__file__).parent
 END = "<!-- end -->"
@@ -67,7 +67,7 @@ def sizes() -> str:
     return table(("for", "N", "K, adapting", "K, fixed", "why", "measured in"), rows)
 
 
-def source(row: Row) -> str:
+def source(row: SizesRow) -> str:
     files = row.source.split(", ")
     return ", ".join(f"[{one.split('/')[0]}](../bench/results/{one})" for one in files)
 

@@ -14,15 +14,13 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_smc import process, upstream
 from sglang_smc.kv import arena
 from sglang_smc.models.weight_update import WeightUpdates
-from sglang_smc.options.request import Budget
 from sglang_smc.proposers import assembly as drafts
-from sglang_smc.round import apart, costs
-from sglang_smc.round.batch import RoundInputs, Tables, shape_of
+from sglang_smc.round import costs
+from sglang_smc.round.batch import BatchPart, RoundInputs, Tables, groups_of
 from sglang_smc.round.capture import Captures, Server, graph_sizes
 from sglang_smc.round.handover import Handover
 from sglang_smc.round.parts import assemble, memory_of, operations
 from sglang_smc.round.result import Outcome, SMCBatchResult, SMCDraftInput
-from sglang_smc.server import sizes
 from sglang_smc.state.metrics import Monitor
 from sglang_smc.state.request import RequestStates, find_state, state_of
 
@@ -72,8 +70,7 @@ class SMCWorker(WeightUpdates):
         dial = self.monitor.dial
         self._states = RequestStates(self.config, seed, dial, runners, replica)
         process.active.begin_transferred = self.begin_transferred
-        model = target_worker.model_runner.model_config
-        process.active.sizes = sizes.told(server_args, model, self.config)
+        process.active.sizes = drafts.reason_of_sizes(server_args, target_worker, self.config)
 
     def alloc_memory_pool(
         self,
@@ -193,19 +190,11 @@ class SMCWorker(WeightUpdates):
         policy = process.active.policy
         inputs = RoundInputs.of(batch, self.device)
         always = any(extra.always for extra in self._round.extras)
-        groups = apart.groups_of(batch.reqs, policy, always=always)
-        tops = [None] * len(groups) if policy is None or len(groups) == 1 else [policy.top, None]
-        played = [
-            self._launch_group(
-                [batch.reqs[i] for i in group],
-                inputs if len(groups) == 1 else apart.part_of(inputs, group),
-                batch.return_logprob,
-                top,
-            )
-            for group, top in zip(groups, tops, strict=True)
-        ]
+        groups = groups_of(batch, inputs, None if always else policy)
+        played = [self._launch_group(group) for group in groups]
+        places = [place for group in groups for place in group.places]
         return SMCBatchResult.of(
-            apart.join([outcome for outcome, _ in played], groups),
+            Outcome.joined([outcome for outcome, _ in played], places),
             self._round.extras,
             can_run_cuda_graph=all(replayed for _, replayed in played),
             monitor=self.monitor,
@@ -214,17 +203,9 @@ class SMCWorker(WeightUpdates):
             corpus=self._corpus,
         )
 
-    def _launch_group(
-        self, reqs: "list[Req]", inputs: RoundInputs, logprobs: bool, top: Budget | None
-    ) -> tuple[Outcome, bool]:
-        """Launch a round of some requests of a batch; return whether a CUDA graph is replayed.
-
-        Args:
-            logprobs: whether SGLang reads log-probabilities from the batch.
-            top: the budget of the graphs to replay; None: that of the requests.
-        """
-        shape = shape_of(reqs, logprobs)
-        shape = shape if top is None else shape._replace(budget=top)
+    def _launch_group(self, group: BatchPart) -> tuple[Outcome, bool]:
+        """Launch the round of some requests of a batch; return whether a CUDA graph is replayed."""
+        _, reqs, inputs, shape = group
         recordings = self._captures.recordings
         launched = self._captures.launched
         recorded = None if recordings is None else recordings.find(shape)

@@ -31,9 +31,9 @@ from results import Report, markdown_table
 from speed import grid
 from study import PUBLISHED, BenchError
 
+from sglang_smc.drafts.sizes import ROWS
 from sglang_smc.options.policy import Curve, Policy, RoundCosts
 from sglang_smc.options.request import OFF, Budget, budgets
-from sglang_smc.options.sizes import ROWS
 
 USERS = (1, 2, 4, 8, 16, 32, 64)
 MOST_RUNNING = 64

@@ -109,7 +109,7 @@ _CHOSEN = "default: by the kind of draft and of target"
 class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a server, which apply unless a request sets its own.
 
-    N and K of a server that is given none are those of `options.sizes`.
+    N and K of a server that is given none are those of `drafts.sizes`.
     """
 
     # K: a round yields at most K + 1 tokens, with the target's bonus.
@@ -467,7 +467,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
 DEFAULTS = SMCConfig()
 
 CHOSEN = ("num_particles", "num_steps")
-"""Settings that a server chooses where they are not given, by `options.sizes`."""
+"""Settings that a server chooses where they are not given, by `drafts.sizes`."""
 
 
 def settings_of(config: type[SMCConfig]) -> dict[str, Setting]:

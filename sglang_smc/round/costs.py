@@ -16,12 +16,12 @@ from sglang_smc.models.forward import ParticleForward
 from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, RoundCosts
 from sglang_smc.options.request import OFF, Budget, budgets
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.options.unmeasured import completed
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
 from sglang_smc.round.batch import RoundInputs, RoundShape, Tables, shape_of_server
 from sglang_smc.round.graph import Recordings
 from sglang_smc.round.result import Outcome
 from sglang_smc.round.stand_ins import Branches, StandIns
-from sglang_smc.round.unmeasured import completed
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.ledger import KVLocations, Ledger
 from sglang_smc.smc.ops import Ops
@@ -82,10 +82,10 @@ def costs_of(measure: Callable[[Allowance], AnyCosts], group: Any) -> AnyCosts |
         own = measure(allowance)
     except Exception as error:
         logger.warning(
-            "SMC cannot measure rounds: %s: %s. N and K do not follow the load. %s",
+            "SMC cannot measure rounds: %s: %s. N and K do not follow the load. Pass "
+            "--speculative-smc-adaptive off to start without measuring.",
             type(error).__name__,
             error,
-            "Pass --speculative-smc-adaptive off to start without measuring.",
         )
         own = None
     found = group.broadcast_object(own, src=0)

@@ -5,6 +5,7 @@ always worth their while.
 """
 
 import json
+import math
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from sglang_smc import process
 from sglang_smc.options.policy import COSTS_ENV, Curve, RoundCosts
 from sglang_smc.options.request import OFF
 from sglang_smc.options.server import MODES
+from sglang_smc.round import costs as round_costs
 from sglang_smc.round.costs import costs_of
 from sglang_smc.round.play import ServedRound
 from sglang_smc.round.stand_ins import StandIns
@@ -225,8 +227,11 @@ def test_a_server_that_cannot_measure_serves_with_fixed_sizes(
     assert told["costs"] is None and "could not be measured" in told["reason"]
 
 
-def test_costs_are_measured_where_none_are_given(adaptive: Callable[..., Server]) -> None:
+def test_costs_are_measured_where_none_are_given(
+    adaptive: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And /server_info has them, as JSON."""
+    monkeypatch.setattr(round_costs, "_SECONDS", math.inf)
     server = adaptive(num_free=None)
     assert server.generate(**asked(40)).meta["spec_smc_rounds_ct"] > 0
     told = server.ask(GetInternalStateReq()).internal_state["smc"]

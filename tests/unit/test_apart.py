@@ -2,7 +2,6 @@
 
 import torch
 
-from sglang_smc.round.apart import join
 from sglang_smc.round.result import Outcome
 
 
@@ -26,9 +25,8 @@ def outcome(rows: list[int], width: int, *, is_chain: bool) -> Outcome:
 
 def test_outcomes_of_two_widths_are_one_in_order() -> None:
     """Red where rows follow the rounds' order, or what one round alone has is lost."""
-    groups = [[1, 4], [0, 2, 3]]
     parts = [outcome([1, 4], 5, is_chain=False), outcome([0, 2, 3], 2, is_chain=True)]
-    found = join(parts, groups)
+    found = Outcome.joined(parts, [1, 4, 0, 2, 3])
     every = list(range(5))
     assert found.last_emitted.tolist() == every and found.counters[:, 0].tolist() == every
     assert [row[0] for row in found.tokens.tolist()] == every
@@ -42,4 +40,4 @@ def test_outcomes_of_two_widths_are_one_in_order() -> None:
 
 def test_a_whole_round_is_left_as_it_is() -> None:
     part = outcome([0, 1], 2, is_chain=True)
-    assert join([part], [[0, 1]]) is part
+    assert Outcome.joined([part], [0, 1]) is part

@@ -40,10 +40,10 @@ from sglang_smc.options.request import (
     unmeasured,
 )
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.options.unmeasured import completed
 from sglang_smc.round import costs
 from sglang_smc.round.batch import RoundInputs, RoundShape, Tables
 from sglang_smc.round.costs import Allowance, costs_of_launched
-from sglang_smc.round.unmeasured import completed
 from sglang_smc.state.request import RequestState
 from sglang_smc.state.settings import RequestTable
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from sglang_smc.options import sizes
+from sglang_smc.drafts import sizes
+from sglang_smc.drafts.sizes import MIXTURE, ROWS, WEIGHED, choose, is_mixture
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.options.sizes import MIXTURE, ROWS, WEIGHED, choose, is_mixture
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 EXACT, SMC = SMCConfig(mode="exact"), SMCConfig()
@@ -23,7 +23,7 @@ PROPOSED = HEAD | {
 
 
 @pytest.mark.parametrize("row", [*ROWS.values(), MIXTURE, WEIGHED])
-def test_each_number_has_a_file_that_it_comes_from(row: sizes.Row) -> None:
+def test_each_number_has_a_file_that_it_comes_from(row: sizes.SizesRow) -> None:
     for source in row.source.split(", "):
         assert (RESULTS / source).exists(), source
 

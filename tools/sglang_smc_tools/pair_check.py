@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_smc.command.machine import HERE, Finding, fail, ok, warning
-from sglang_smc.drafts import formats, kinds
+from sglang_smc.drafts import formats, kinds, sizes
 from sglang_smc.kv.arena import arena
 from sglang_smc.kv.rounds import Room as Graphs
 from sglang_smc.kv.rounds import round_bytes
-from sglang_smc.options import sizes
 from sglang_smc.options.server import LAG, MODES, SMCConfig, flag_of
 from sglang_smc_tools import published, start_check
 from sglang_smc_tools.plan import memory, shapes

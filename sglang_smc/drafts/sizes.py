@@ -19,7 +19,7 @@ OWN = "own"
 _MANY = 2  # experts of a mixture, at least
 
 
-class Row(NamedTuple):
+class SizesRow(NamedTuple):
     """N and K for a kind of draft in modes that verify."""
 
     draft: str  # in words
@@ -46,7 +46,7 @@ class Chosen(NamedTuple):
         return "; ".join([*(f"{name} as given" for name in given), self.reason])
 
 
-_HEAD = Row(
+_HEAD = SizesRow(
     draft="an EAGLE head",
     num_particles=8,
     # On an H200 one request is fastest with 8 x 8 where drafts are kept as in real text, and with
@@ -58,12 +58,12 @@ _HEAD = Row(
     source="load/load.md",
     reason="most tokens a second at one request, of texts that are drafted well or badly",
 )
-ROWS: dict[str, Row] = {
+ROWS: dict[str, SizesRow] = {
     "eagle": _HEAD,
     "eagle3": _HEAD,
     # A layer is a sixteenth of such a target: a pass costs a round of 8 x 8 a sixteenth of its
     # time. 4 x 17 makes 1.25 times the tokens of 8 x 8 in 1.64 times its time.
-    "model": Row(
+    "model": SizesRow(
         draft="a draft model",
         num_particles=8,
         most_steps=8,
@@ -72,7 +72,7 @@ ROWS: dict[str, Row] = {
         reason="longer chains cost more passes than they keep tokens",
     ),
     # Measured with K = 8 alone. A pass reads the target's whole LM head: two of an EAGLE-3 head's.
-    "mtp": Row(
+    "mtp": SizesRow(
         draft="an MTP layer",
         num_particles=8,
         most_steps=8,
@@ -82,7 +82,7 @@ ROWS: dict[str, Row] = {
     ),
     # One pass drafts all K: the whole block, while rows of the target are nearly free. N = 8 keeps
     # 1.2 (DSpark) and 1.35 times (DFlash) what one chain does.
-    "dflash": Row(
+    "dflash": SizesRow(
         draft="a block head",
         num_particles=8,
         most_steps=16,
@@ -91,7 +91,7 @@ ROWS: dict[str, Row] = {
         reason="the block's length, since one pass drafts all of it",
     ),
     # No pass drafts: rows alone cost. N = 8 makes 1.68 tokens a pass, N = 1 makes 1.56.
-    NGRAM: Row(
+    NGRAM: SizesRow(
         draft="n-gram matches",
         num_particles=8,
         most_steps=8,
@@ -99,7 +99,7 @@ ROWS: dict[str, Row] = {
         source="drafts/drafts.md",
         reason="matches cost rows of the target alone",
     ),
-    OWN: Row(
+    OWN: SizesRow(
         draft="a drafter of its own",
         num_particles=8,
         most_steps=8,
@@ -112,7 +112,7 @@ ROWS: dict[str, Row] = {
 # Each row visits experts of its own, whose weights are read: a trained mixture's tree of 8 x 8
 # visits 3.2 times the experts of 1 x 4, and on a CPU 1 x 4 decodes 1.7 times as fast as 8 x 4
 # (speed/cpu-experts).
-MIXTURE = Row(
+MIXTURE = SizesRow(
     draft="any draft",
     num_particles=1,
     most_steps=4,
@@ -122,7 +122,7 @@ MIXTURE = Row(
 )
 
 # In mode smc N is the fidelity: KL and tilt were measured at N = K = 8.
-WEIGHED = Row(
+WEIGHED = SizesRow(
     draft="any draft",
     num_particles=DEFAULTS.num_particles,
     most_steps=DEFAULTS.num_steps,
