@@ -31,13 +31,14 @@ from results import Report, markdown_table
 from speed import grid
 from study import PUBLISHED, BenchError
 
+from sglang_smc.drafts.sizes import ROWS
 from sglang_smc.options.policy import Curve, Policy, RoundCosts
 from sglang_smc.options.request import OFF, Budget, budgets
 
 USERS = (1, 2, 4, 8, 16, 32, 64)
 MOST_RUNNING = 64
 SEEDS = 4  # of each trace
-TOP = Budget(4, 16)
+TOP = Budget(ROWS["eagle3"].num_particles, ROWS["eagle3"].most_steps)
 TOKENS = 256  # of an answer on average, behind a prompt of as many
 TEMPERATURE = "0.7"
 AT_ONCE = -math.inf

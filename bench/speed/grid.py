@@ -220,6 +220,7 @@ AR_DRAFT, ADAPTIVE, EAGLE = "AR of the draft", "SMC adaptive", "EAGLE-3"
 EAGLE_TREE, EXACT_BLOCK = "EAGLE-3 tree of 64", "SMC exact with DSpark"
 EXACT_HEAD, SERVED = "SMC exact with a head", "SMC exact adaptive with a head"
 EXACT_ADAPTIVE = "SMC exact adaptive"
+ADAPTS = (ADAPTIVE, EXACT_ADAPTIVE, SERVED)
 FUSED = "SMC fused"  # whole blocks, too, with the draft's layers fused
 STANDALONE, EAGLES = (CHAIN, TREE), (EAGLE, EAGLE_TREE)
 _EXACT = dict.fromkeys((EXACT, EXACT_HEAD, EXACT_BLOCK, EXACT_ADAPTIVE, SERVED), "exact")
@@ -348,14 +349,13 @@ def settings(system: System, preset: Preset) -> dict[str, Any]:
             "speculative_num_steps": system.num_steps,
             "speculative_smc_num_particles": system.num_particles,
             "speculative_smc_mode": SMC[system.family],
+            "speculative_smc_adaptive": "on" if system.family in ADAPTS else "off",
         }
     if system.family == FUSED:
         content["speculative_smc_draft_layers"] = "fused"
     if system.family in (BLOCK, FUSED, ADAPTIVE):
         # The paper's rule: whole blocks are kept at any evidence.
         content["speculative_smc_evidence_threshold"] = 0.0
-    if system.family in (ADAPTIVE, EXACT_ADAPTIVE, SERVED):
-        content["speculative_smc_adaptive"] = True
     if system.draft in HEADS:
         content["speculative_draft_load_format"] = "auto"
     return {**content, **preset.engine}

@@ -81,9 +81,9 @@ def parser() -> argparse.ArgumentParser:
     add("--requests", type=positive, default=8, help="requests that should fit at once")
     add("--context", type=positive, help="tokens of a request, with its answer; default 4096, or "
         "what the target takes")  # fmt: skip
-    add("--num-particles", type=positive, default=DEFAULTS.num_particles, help="N")
-    steps = f"K; default {DEFAULTS.num_steps}, or what the draft's checkpoint or its block says"
-    add("--num-steps", type=positive, help=steps)
+    chosen = "default: what a server in mode exact chooses for the pair"
+    add("--num-particles", type=positive, help=f"N; {chosen}")
+    add("--num-steps", type=positive, help=f"K; {chosen}")
     add("--max-lag", type=positive, default=LAG, help="as --speculative-smc-max-lag")
     share = number(float, 0, 1, is_open=True)
     add("--mem-fraction", type=share, help="share of memory for weights and KV; default 0.7 on a "
@@ -107,7 +107,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.target:
         _pair_check().check(options)
     steps = options.num_steps or DEFAULTS.num_steps
-    particles = options.num_particles
+    particles = options.num_particles or DEFAULTS.num_particles
     SMCConfig(num_particles=particles, num_steps=steps, max_lag=options.max_lag).validate()
 
 
@@ -115,7 +115,8 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
     """Yield all findings, each as soon as it is available."""
     if options.kernels:
         steps = options.num_steps or DEFAULTS.num_steps
-        yield from machine.kernel_findings(options.num_particles, steps)
+        particles = options.num_particles or DEFAULTS.num_particles
+        yield from machine.kernel_findings(particles, steps)
         return
     failed = False
     for finding in machine.findings():

@@ -16,7 +16,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 from sglang_smc import process
-from sglang_smc.kv.transfer import each_tensor, on_host
+from sglang_smc.kv.transfer import alike, each_tensor, joined, on_device, on_host
 from sglang_smc.options.policy import Policy
 from sglang_smc.options.request import Budget
 from sglang_smc.proposers.ngram import Corpus
@@ -85,6 +85,25 @@ class Outcome(NamedTuple):
     # [G] int64 distinct texts of the rows that the target read; where N and K adapt, of chains
     num_nodes: torch.Tensor | None = None
     extras: Mapping[str, Any] = MappingProxyType({})  # what else the round returns, by its name
+
+    @staticmethod
+    def joined(parts: "Sequence[Outcome]", places: Sequence[int]) -> "Outcome":
+        """Return the outcome of a batch from those of its rounds, in the order of its requests.
+
+        Args:
+            places: of the parts' groups in the batch.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        whole = joined(alike([part._filled() for part in parts]))
+        order = on_device(whole.counts.device, places).argsort()
+        return each_tensor(lambda column: column[order], whole)
+
+    def _filled(self) -> "Outcome":
+        """Return the outcome with all tensors: no first tokens, and no nodes, if there are none."""
+        first = torch.full_like(self.counts, -1) if self.first_tokens is None else self.first_tokens
+        nodes = torch.zeros_like(self.counts) if self.num_nodes is None else self.num_nodes
+        return self._replace(first_tokens=first, num_nodes=nodes, extras=dict(self.extras))
 
     def first(self, size: int) -> "Outcome":
         """Return copies of the first ``size`` groups."""

@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_smc.command.machine import HERE, Finding, fail, ok, warning
-from sglang_smc.drafts import formats
-from sglang_smc.drafts.kinds import proposed_steps
+from sglang_smc.drafts import formats, kinds, sizes
 from sglang_smc.kv.arena import arena
 from sglang_smc.kv.rounds import Room as Graphs
 from sglang_smc.kv.rounds import round_bytes
-from sglang_smc.options.server import DEFAULTS, LAG, MODES, SMCConfig, flag_of
+from sglang_smc.options.server import LAG, MODES, SMCConfig, flag_of
 from sglang_smc_tools import published, start_check
 from sglang_smc_tools.plan import memory, shapes
 from sglang_smc_tools.plan.devices import Device, measure, named
 from sglang_smc_tools.plan.report import si
 from sglang_smc_tools.plan.roofline import DEFAULT_PARTICLES, Scenario
-from sglang_smc_tools.plan.shapes import EAGLE3, EAGLE3_STATES, MTP, NGRAM, ModelShape
+from sglang_smc_tools.plan.shapes import EAGLE3, EAGLE3_STATES, MODEL, MTP, NGRAM, ModelShape
 from sglang_smc_tools.start_check import SETTINGS
 
 CONTEXT = 4096
@@ -54,7 +53,7 @@ def findings(
         device: that of the options for None.
         most_slots: bounds SGLang's KV pool regardless of the memory.
     """
-    options.num_steps = options.num_steps or default_steps(options.draft)
+    fill_in(options)
     yield from _published(options.target)
     if _has_rows_alone(options):
         return
@@ -106,14 +105,42 @@ def findings(
         yield pair.advice()
 
 
-def default_steps(draft: str) -> int:
-    """Return the K that a server takes where none is given."""
-    if draft.lower() in shapes.DRAFTS:
-        return shapes.DRAFTS[draft.lower()].max_steps or DEFAULTS.num_steps
+def fill_in(options: argparse.Namespace) -> None:
+    """Set N and K where they are not given, as a server of mode exact does."""
+    chosen = _chosen(options.draft, is_mixture=_is_mixture(options.target))
+    options.num_particles = options.num_particles or chosen.num_particles
+    options.num_steps = options.num_steps or chosen.num_steps
+    options.are_chosen = chosen[:2] == (options.num_particles, options.num_steps)
+
+
+def _chosen(draft: str, *, is_mixture: bool) -> sizes.Chosen:
+    server = SMCConfig(mode=VERIFYING)
+    known = shapes.DRAFTS.get(draft.lower())
+    kind = draft if known is None else known.kind
+    config = None
+    if known is None and Path(draft).is_dir():
+        try:
+            config = shapes.contents(draft)
+        except ValueError:  # reported by other findings
+            config = {}
+        kind = kinds.kind_of(formats.architecture(config))
+    elif _is_class(draft):
+        kind = sizes.OWN
+    chosen = sizes.choose(
+        kind if kind in sizes.ROWS else MODEL, config, server, is_mixture=is_mixture
+    )
+    most = chosen.num_steps if known is None else known.max_steps or chosen.num_steps
+    return chosen._replace(num_steps=min(chosen.num_steps, most))
+
+
+def _is_mixture(target: str) -> bool:
+    known = shapes.BUILT_IN.get(target.lower())
+    if known is not None:
+        return known.experts is not None
     try:
-        return proposed_steps(shapes.contents(draft)) or DEFAULTS.num_steps
+        return Path(target).is_dir() and sizes.is_mixture(shapes.contents(target))
     except ValueError:  # reported by other findings
-        return DEFAULTS.num_steps
+        return False
 
 
 def _has_rows_alone(options: argparse.Namespace) -> bool:
@@ -134,9 +161,8 @@ def _published(target: str) -> Iterator[Finding]:
         if one.refused:
             yield warning("published draft", found, f"It does not run: {one.refused}.")
             continue
-        flags = {"mode": published.MODE, "num_particles": one.num_particles}
-        found += "".join(f", {flag_of(flag)} {value}" for flag, value in flags.items())
-        found += f", K = {one.steps}; its configuration: {one.configuration}; {published.UNTRIED}"
+        found += f", {flag_of('mode')} {published.MODE}; its configuration: {one.configuration}; "
+        found += published.UNTRIED
         yield ok("published draft", found)
 
 
@@ -434,7 +460,7 @@ class ModelPair(NamedTuple):
     def advice(self) -> Finding:
         """Recommend mode exact, with the given N and K, or the fastest with fewer particles.
 
-        They are for one request at a time: for several, adaptive sizes start from them.
+        Those that a server chooses are left out: it follows the load from them.
         """
         best = self.given
         if best.times_ar <= 1:
@@ -447,5 +473,5 @@ class ModelPair(NamedTuple):
             return warning("advice", found, do)
         settings = {"num_particles": best.num_particles, "num_steps": best.num_steps}
         flags = [f"{flag_of(name)} {value}" for name, value in settings.items()]
-        flags += [flag_of("adaptive")] if self.options.requests > 1 else []
+        flags = [] if self.options.are_chosen else flags
         return ok("advice", " ".join([f"{flag_of('mode')} {VERIFYING}", *flags]), numbers=settings)

@@ -1,6 +1,6 @@
 """List published drafts of the models most served: for `doctor`, docs/drafts.md, docs/support.md.
 
-No hub is reached here, so none was opened: names, formats and K are those of publishers' cards, and
+No hub is reached here, so none was opened: names and formats are those of publishers' cards, and
 configurations those that the named public source quotes, or trains by.
 """
 
@@ -19,10 +19,6 @@ MTP_LAYER = "its own MTP layer"
 SPECULATORS = "speculators"
 """Begins a format that is a `speculators_model_type`."""
 
-DENSE = 8
-SPARSE = 1
-"""N for up to 8 users: in a mixture of experts each chain visits experts of its own."""
-
 
 class PublishedDraft(NamedTuple):
     """A row: the draft to take for some models, or why there is none."""
@@ -32,8 +28,6 @@ class PublishedDraft(NamedTuple):
     architectures: tuple[str, ...]  # which their configurations name
     draft: str  # a repository on the Hugging Face Hub, or `MTP_LAYER`
     format: str  # SGLang's class in its configuration, or `SPECULATORS` and a type; "" if unknown
-    num_particles: int = 0  # N; 0 where it does not run
-    num_steps: int | None = None  # K; None for the checkpoint's own
     refused: str = ""  # what the server's error says of the target, or else of the draft
     context: int | None = None  # tokens of its texts, by its configuration
     dtype: str = ""
@@ -44,10 +38,6 @@ class PublishedDraft(NamedTuple):
     @property
     def runs(self) -> bool:
         return not self.refused
-
-    @property
-    def steps(self) -> str:
-        return str(self.num_steps or "the checkpoint's")
 
     @property
     def configuration(self) -> str:
@@ -81,8 +71,6 @@ ROWS = (
         architectures=_LLAMA,
         draft="lmsys/SGLang-EAGLE3-Llama-3.1-8B-Instruct-SpecForge",
         format=_EAGLE3,
-        num_particles=DENSE,
-        num_steps=3,
         context=2048,
         dtype="float16",
         source="SpecForge configs/llama3-8B-eagle3.json",
@@ -93,7 +81,6 @@ ROWS = (
         architectures=_LLAMA,
         draft="rasyosef/Llama-3.2-3B-Instruct-DSpark",
         format="speculators dspark",
-        num_particles=DENSE,
         context=131072,
         dtype="bfloat16",
         block=8,
@@ -105,8 +92,6 @@ ROWS = (
         architectures=_LLAMA,
         draft="lmsys/SGLang-EAGLE3-Llama-3.3-70B-Instruct-SpecForge",
         format=_EAGLE3,
-        num_particles=DENSE,
-        num_steps=3,
         context=4096,
         dtype="float16",
         source="SpecForge configs/llama3-70B-ealge3.json",
@@ -117,8 +102,6 @@ ROWS = (
         architectures=_QWEN3,
         draft="deepseek-ai/dspark_qwen3_4b_block7",
         format="Qwen3DSparkModel",
-        num_particles=DENSE,
-        num_steps=7,
         context=40960,
         dtype="bfloat16",
         block=7,
@@ -130,8 +113,6 @@ ROWS = (
         architectures=_QWEN3,
         draft="deepseek-ai/dspark_qwen3_8b_block7",
         format="Qwen3DSparkModel",
-        num_particles=DENSE,
-        num_steps=7,
         context=40960,
         dtype="bfloat16",
         block=7,
@@ -143,8 +124,6 @@ ROWS = (
         architectures=_QWEN3,
         draft="deepseek-ai/dspark_qwen3_14b_block7",
         format="Qwen3DSparkModel",
-        num_particles=DENSE,
-        num_steps=7,
         context=40960,
         dtype="bfloat16",
         block=7,
@@ -156,7 +135,6 @@ ROWS = (
         architectures=_QWEN3,
         draft="RedHatAI/Qwen3-32B-speculator.eagle3",
         format="speculators eagle3",
-        num_particles=DENSE,
     ),
     PublishedDraft(
         target="Qwen3 30B-A3B",
@@ -164,7 +142,6 @@ ROWS = (
         architectures=_QWEN3_MOE,
         draft="RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3",
         format="speculators eagle3",
-        num_particles=SPARSE,
         context=40960,
         dtype="bfloat16",
         source="as RedHatAI's others of speculators",
@@ -175,8 +152,6 @@ ROWS = (
         architectures=_QWEN3_MOE,
         draft="lmsys/Qwen3-235B-A22B-EAGLE3",
         format=_EAGLE3,
-        num_particles=SPARSE,
-        num_steps=3,
     ),
     PublishedDraft(
         target="Qwen3-Next",
@@ -192,8 +167,6 @@ ROWS = (
         architectures=_QWEN3_5,
         draft=MTP_LAYER,
         format="Qwen3_5ForCausalLMMTP",
-        num_particles=DENSE,
-        num_steps=3,
         context=262144,
         dtype="bfloat16",
         source="aiconfigurator model_configs/",
@@ -204,8 +177,6 @@ ROWS = (
         architectures=_QWEN3_5,
         draft="RadixArk/Qwen3.8-27B-DSpark",
         format="DSparkDraftModel",
-        num_particles=DENSE,
-        num_steps=7,
     ),
     PublishedDraft(
         target="Qwen3.8 27B",
@@ -213,8 +184,6 @@ ROWS = (
         architectures=_QWEN3_5,
         draft="incoai/Qwen3.8-27B-DFlash2",
         format="DFlash2DraftModel",
-        num_particles=DENSE,
-        num_steps=7,
         context=262144,
         dtype="bfloat16",
         block=8,
@@ -227,8 +196,6 @@ ROWS = (
         architectures=_QWEN3_5_MOE,
         draft=MTP_LAYER,
         format="Qwen3_5ForCausalLMMTP",
-        num_particles=SPARSE,
-        num_steps=3,
         context=262144,
         dtype="bfloat16",
         source="aiconfigurator model_configs/",
@@ -239,7 +206,6 @@ ROWS = (
         architectures=_QWEN3_5_MOE,
         draft="RedHatAI/Qwen3.6-35B-A3B-speculator.dspark",
         format="speculators dspark",
-        num_particles=SPARSE,
         context=262144,
         dtype="bfloat16",
         block=8,
@@ -252,7 +218,6 @@ ROWS = (
         architectures=_GPT_OSS,
         draft="RedHatAI/gpt-oss-20b-speculator.eagle3",
         format="speculators eagle3",
-        num_particles=SPARSE,
         context=131072,
         dtype="bfloat16",
         source="RedHatAI's, quoted",
@@ -263,7 +228,6 @@ ROWS = (
         architectures=_GPT_OSS,
         draft="RedHatAI/gpt-oss-120b-speculator.eagle3",
         format="speculators eagle3",
-        num_particles=SPARSE,
         context=131072,
         dtype="bfloat16",
         source="as RedHatAI's of 20b",
@@ -274,8 +238,6 @@ ROWS = (
         architectures=_DEEPSEEK,
         draft=MTP_LAYER,
         format="DeepseekV3ForCausalLMNextN",
-        num_particles=SPARSE,
-        num_steps=3,
         context=163840,
         dtype="bfloat16",
         source="aiconfigurator model_configs/",
@@ -305,8 +267,6 @@ ROWS = (
         architectures=("Glm4MoeForCausalLM",),
         draft=MTP_LAYER,
         format="Glm4MoeForCausalLMNextN",
-        num_particles=SPARSE,
-        num_steps=3,
         context=131072,
         dtype="bfloat16",
         source="a test of vlm",
@@ -317,8 +277,6 @@ ROWS = (
         architectures=("Glm4MoeLiteForCausalLM",),
         draft=MTP_LAYER,
         format="Glm4MoeLiteForCausalLMNextN",
-        num_particles=SPARSE,
-        num_steps=3,
     ),
     PublishedDraft(
         target="GLM-5, 5.1, 5.2",
@@ -347,8 +305,6 @@ ROWS = (
         architectures=_DEEPSEEK,
         draft="AQ-MedAI/Kimi-K2-Instruct-eagle3",
         format=_EAGLE3,
-        num_particles=SPARSE,
-        num_steps=3,
         context=131072,
         dtype="bfloat16",
         source="SpecForge configs/deepseek-v3-671b-eagle3.json and its card",
@@ -379,8 +335,6 @@ ROWS = (
         architectures=("MiniMaxM2ForCausalLM",),
         draft="thoughtworks/MiniMax-M2.5-Eagle3",
         format=_EAGLE3,
-        num_particles=SPARSE,
-        num_steps=5,
         context=196608,
         dtype="bfloat16",
         source="its training script",
@@ -402,8 +356,6 @@ ROWS = (
         architectures=_GEMMA3,
         draft="google/gemma-3-270m-it",
         format="Gemma3ForCausalLM",
-        num_particles=DENSE,
-        num_steps=8,
         context=32768,
         dtype="bfloat16",
         window=512,

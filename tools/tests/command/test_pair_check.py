@@ -32,7 +32,7 @@ LLAMA = ("--target", "llama-3.1-8b", "--draft", "llama-3.2-1b")
 def options(*given: str) -> argparse.Namespace:
     found = doctor.parser().parse_args([*LLAMA, *given])
     found.mem_fraction = found.mem_fraction or 0.88
-    found.num_steps = found.num_steps or pair_check.default_steps(found.draft)
+    pair_check.fill_in(found)
     return found
 
 
@@ -205,7 +205,9 @@ def test_what_makes_room_is_advised() -> None:
     assert findings_of("l4", *asked, "--max-lag", "16")["mode smc"].level == OK
     found = findings_of("l4", "--context", "512", "--requests", "11")  # no lag would
     assert "exact" in found["mode smc"].do and "-mode exact" in found["advice"].found
-    assert found["advice"].found.endswith("--speculative-smc-adaptive")
+    assert "steps" not in found["advice"].found, "those that the server chooses"
+    own = findings_of("l4", "--context", "512", "--requests", "11", "--num-steps", "4")
+    assert own["advice"].found.endswith("num-particles 8 --speculative-num-steps 4")
     assert "advice" not in findings_of("l4", "--context", "100000"), "not one request fits"
     too_large = findings_of("l4", "--target", "llama-3.1-70b")
     assert too_large["memory"].level == FAIL and "advice" not in too_large
@@ -234,13 +236,14 @@ def test_speed_is_that_of_the_plan() -> None:
 
 
 def test_a_block_drafts_all_of_itself_where_no_k_is_given(tmp_path: Path) -> None:
-    """As a server with that head; red where 8 is more than a published block has."""
+    """As a server with that head; red where K is more than a published block has."""
     folders = [zoo.write(name, tmp_path / str(place)) for place, name in enumerate(BLOCKS)]
     drafts = ["dspark-8b", "dflash-8b", "ngram", LLAMA[3], *folders]
-    assert [*map(pair_check.default_steps, drafts)] == [8, 15, 8, 8, *BLOCKS.values()]
+    found = [options("--draft", draft).num_steps for draft in drafts]
+    assert found == [8, 15, 8, 8, *BLOCKS.values()]
 
 
-#: Blocks by their name in `zoo`, and the K of each: a head that is no block has 8.
+#: Blocks by their name in `zoo`, and the K of each: an EAGLE head has 16.
 BLOCKS = {
     "qwen3-8b+deepspec": 7,
     "qwen3.8-27b+dflash2": 7,
@@ -248,7 +251,7 @@ BLOCKS = {
     "qwen3.6-35b+ornith-dspark": 7,
     "qwen3-8b+specforge-dspark": 7,
     "qwen3-8b+specforge-domino": 15,
-    "qwen3-8b+specforge-eagle3": 8,
+    "qwen3-8b+specforge-eagle3": 16,
 }
 
 

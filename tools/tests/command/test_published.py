@@ -87,9 +87,7 @@ def test_a_row_is_so(one: PublishedDraft, tmp_path: Path) -> None:
     found = [refusals_of_target(name, tmp_path) for name in one.architectures]
     if one.runs:
         assert found == [[] for _ in found] and is_taken(one.format)
-        assert one.num_particles in (1, 8) and one.num_steps != 0
         return
-    assert one.num_particles == 0
     told = [] if is_taken(one.format) or not one.format else refusals_of_draft(one.format)
     assert is_taken(one.format) or not one.format or one.format in told[0]
     assert all(any(one.refused in what for what in [*told, *of_one]) for of_one in found)

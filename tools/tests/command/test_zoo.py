@@ -79,7 +79,7 @@ def doctor_of(pair: Pair, folders: dict[str, str], device: str) -> dict[str, Fin
     given += [] if pair.num_steps is None else ["--num-steps", str(pair.num_steps)]
     options = doctor.parser().parse_args(given)
     options.draft = options.draft or shapes.MTP
-    options.num_steps = options.num_steps or pair_check.default_steps(options.draft)
+    pair_check.fill_in(options)
     return {one.about: one for one in start_check.findings(options)}
 
 
