@@ -144,6 +144,10 @@ def _refuse_flags_without_smc(server_args: Arguments) -> None:
 def _post_init(self: ServerArgs) -> None:
     super(SMCServerArgs, self).__post_init__()  # pyright: ignore[reportAttributeAccessIssue] -- a struct has one
     _refuse_flags_without_smc(self)
+    if upstream.IS_NEWEST and is_smc(self) and self.speculative_eagle_topk is None:
+        # Particles are chains. On sm_100 SGLang takes the attention of plain decoding where it
+        # knows so before an algorithm resolves anything; that has pages, as none before 0.5.23.
+        self.speculative_eagle_topk = 1
 
 
 # Pickles find the class by this name, in processes that load no plugins or have not yet.
@@ -159,7 +163,8 @@ PATCHES.on(
     "srt/entrypoints/engine.py:264 (Engine keeps it: upstream.let_engines_build)",
     hook_type=HookType.REPLACE,
     what="A subclass with the fields speculative_smc_*, which refuses them unless "
-    "speculative_algorithm is SMC. Without them nothing changes.",
+    "speculative_algorithm is SMC, and then has speculative_eagle_topk 1. Without them nothing "
+    "changes.",
     why="A plugin can register an algorithm, but not flags for it.",
     retire_when="SpeculativeAlgorithm.register takes flag declarations.",
     family=upstream.NEWER,

@@ -6,6 +6,8 @@
 ``overlapped`` with launches that begin while the one before ends, ``int8`` with weights in 8 bits.
 All attend over 256 tokens of a prompt. Overlapped results must be the fused ones bit for bit;
 others are compared with stock layers, int8's with those of the weights that its 8 bits stand for.
+``lm_head`` is the product of an LM head alone, in float32 as servers ask for it, and ``lm_head_cast``
+in bfloat16 with a copy to float32.
 Without a GPU torch's references run, at a small size.
 """
 
@@ -34,9 +36,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16
 Attend = Callable[[torch.Tensor], torch.Tensor]
 Kinds = dict[str, "CapturedPass"]
-LAYERS, HIDDEN, MLP, Q_HEADS, KV_HEADS, DIM = 16, 2048, 8192, 32, 8, 64
+LAYERS, HIDDEN, MLP, Q_HEADS, KV_HEADS, DIM, VOCAB = 16, 2048, 8192, 32, 8, 64, 128_256
 if DEVICE == "cpu":
-    LAYERS, HIDDEN, MLP, Q_HEADS, KV_HEADS = 2, 256, 512, 4, 1
+    LAYERS, HIDDEN, MLP, Q_HEADS, KV_HEADS, VOCAB = 2, 256, 512, 4, 1, 1000
 
 
 class LayerWeights(NamedTuple):
@@ -250,11 +252,31 @@ def capture_kinds(layers: list[LayerWeights], attend: Attend, x: torch.Tensor) -
     return kinds
 
 
+def lm_head(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return logits in float32, as SGLang's LM head with `--enable-fp32-lm-head`."""
+    if DEVICE == "cpu":
+        return functional.linear(x.float(), weight.float())
+    return torch.mm(x, weight.T, out_dtype=torch.float32)
+
+
+def lm_head_cast(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return logits as without the flag, copied to float32."""
+    return functional.linear(x, weight).float()
+
+
+def capture_heads(x: torch.Tensor) -> Kinds:
+    """Capture the product of an LM head, each way."""
+    weight = torch.randn(VOCAB, HIDDEN, device=DEVICE, dtype=DTYPE) / HIDDEN**0.5
+    ways = lm_head, lm_head_cast
+    return {way.__name__: captured(partial(way, weight), x) for way in ways}
+
+
 #: What a kind's results are compared with, and how far they may be apart.
 COMPARED = {
     "fused": ("stock", TOLERANCE),
     "overlapped": ("fused", 0.0),
     "int8": ("dequantized", TOLERANCE),
+    "lm_head": ("lm_head_cast", TOLERANCE),
 }
 
 
@@ -279,7 +301,7 @@ def measure(num_rows: int) -> dict[str, Any]:
     layers = [make_layer() for _ in range(LAYERS)]
     x = torch.randn(num_rows, HIDDEN, device=DEVICE, dtype=DTYPE)
     began = time.perf_counter()
-    kinds = capture_kinds(layers, attention_over(num_rows), x)
+    kinds = capture_kinds(layers, attention_over(num_rows), x) | capture_heads(x)
     seconds, apart = time.perf_counter() - began, gaps(kinds, x)
     turns = [{name: milliseconds(one.replay) for name, one in kinds.items()} for _ in range(TURNS)]
     found = {f"{name}_ms": statistics.median(turn[name] for turn in turns) for name in kinds}

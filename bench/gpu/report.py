@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,10 +118,10 @@ def failures(parts: Results) -> list[str]:
 
 
 def layers(parts: Results) -> str:
-    """Return the milliseconds of a draft's layers, by rows and kind."""
-    kinds = "stock", "fused", "overlapped", "int8"
+    """Return the milliseconds of a draft's layers and of its LM head, by rows and kind."""
+    kinds = "stock", "fused", "overlapped", "int8", "lm_head", "lm_head_cast"
     lines = [
-        [str(one["rows"]), *(f"{one[f'{kind}_ms']:.3f}" for kind in kinds)]
+        [str(one["rows"]), *(f"{one.get(f'{kind}_ms', math.nan):.3f}" for kind in kinds)]
         for one in parts.values()
         if "fused_ms" in one
     ]

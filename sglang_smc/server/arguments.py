@@ -103,7 +103,8 @@ def resolve(server_args: Arguments) -> None:
             "SGLang's prefill graphs are disabled: the draft is a head, which needs the target's "
             "states at all tokens of a prompt, and these graphs store none."
         )
-    if IS_NEWER and server_args.device == "cuda" and not server_args.enable_fp32_lm_head:
+    alone = server_args.tp_size == 1  # ranks would exchange twice the bytes
+    if IS_NEWER and server_args.device == "cuda" and alone and not server_args.enable_fp32_lm_head:
         # Before 0.5.20 the flag converts the whole LM head in each pass.
         server_args.enable_fp32_lm_head = True
         logger.info(

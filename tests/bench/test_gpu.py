@@ -250,7 +250,8 @@ def test_a_drafts_layers_are_timed_where_they_agree() -> None:
     """Red where what is timed is not the same, or a kind is the other's result."""
     found = layers.measure(3)
     assert found["wrong"] == [] and found["apart"]["overlapped"] == 0 < found["apart"]["int8"]
-    assert {f"{kind}_ms" for kind in ("stock", "fused", "overlapped", "int8")} < found.keys()
+    kinds = "stock", "fused", "overlapped", "int8", "lm_head", "lm_head_cast"
+    assert {f"{kind}_ms" for kind in kinds} < found.keys()
     json.dumps(found)
 
 
@@ -511,10 +512,10 @@ def test_the_report_of_canned_lines(tmp_path: Path) -> None:
     curve, budget = Curve.of([(1, 0.0108), (8, 0.0226)]), Budget(4, 16)
     costs = {"costs": RoundCosts({budget: curve}, {budget: 1.5e-7}).as_dict()}
     records.add("speed", "smc-adaptive-n4-k16-b1-p256", CODE, a_speed(900.0) | costs)
-    times = {f"{kind}_ms": ms for kind, ms in (("stock", 1.2), ("fused", 1.0), ("int8", 0.5))}
-    records.add(
-        "layers", "layers-m8", CODE, {"rows": 8, "overlapped_ms": 0.8, "wrong": [], **times}
-    )
+    kinds = "stock", "fused", "overlapped", "int8", "lm_head", "lm_head_cast"
+    ms = 1.2, 1.0, 0.8, 0.5, 0.3, 0.4
+    times = {f"{kind}_ms": one for kind, one in zip(kinds, ms, strict=True)}
+    records.add("layers", "layers-m8", CODE, {"rows": 8, "wrong": [], **times})
     records.add("smoke", "smc-graphs kinds", CODE, {"kinds": 3, "wrong": ["top-p: 0 of 3"]})
     told = report.write_report(tmp_path / "lines", tmp_path)
     for line in (
@@ -524,7 +525,7 @@ def test_the_report_of_canned_lines(tmp_path: Path) -> None:
         f"# {H200}",
         "| smc-adaptive-n4-k16-b1-p256 | N=4 K=16 | 1: 10.8, 8: 22.6 | 0.15 |",
         "- smc-graphs kinds: top-p: 0 of 3",
-        "| 8 | 1.200 | 1.000 | 0.800 | 0.500 |",
+        "| 8 | 1.200 | 1.000 | 0.800 | 0.500 | 0.300 | 0.400 |",
         "**smc-block-n8-k8-b1-p256**: 10.00 ms a round, 2.00 of it no kernel's",
         "| `nvjet / a` | 64 | 5.000 |",
         "- smc-exact-n8-k8-b1-p256: it died",

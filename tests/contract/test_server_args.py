@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import json
 import logging
 import os
 import re
+import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 import sglang
+from programs import printed
 from resolved_args import field_names, options, resolve
 from sglang.srt.arg_groups.arg_utils import namespace_of
 from sglang.srt.server_args import ServerArgs, prepare_server_args
@@ -177,11 +180,40 @@ def test_rounds_are_captured_where_they_can_be(
     assert not arguments._captures(SMCConfig(kernels=kernels), server_args)
 
 
+@pytest.mark.nightly
+@pytest.mark.skipif(not upstream.IS_NEWEST, reason="trtllm_mha has pages, which this refuses")
+def test_blackwell_prefills_as_plain_decoding_does() -> None:
+    """Red where SGLang learns of the draft's top-k after it has chosen its attention.
+
+    And where ranks exchange logits in float32, twice the bytes.
+    """
+    plain = {"model_path": str(PAIR / "target")}
+    smc = {"speculative_algorithm": "SMC", "speculative_draft_model_path": str(PAIR / "draft")}
+    script = Path(__file__).parents[1] / "support" / "pretended_gpu.py"
+    asked = json.dumps([plain, plain | smc, plain | smc | {"tp_size": 2}])
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    words = sys.executable, "-W", "ignore", script, "sm_100"
+    told = printed(*words, input=asked, env=environment)
+    found = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+    assert [one["attention"] for one in found] == ["trtllm_mha"] * 3
+    assert [one["float32_logits"] for one in found] == [False, True, False]
+
+
 def test_flags_are_read_only_and_in_the_config_namespace(smc: dict) -> None:
     args = resolve(**smc)
     with pytest.raises(AttributeError, match="read-only"):
         args.speculative_smc_num_particles = 2  # type: ignore[attr-defined]
     assert {namespace_of(ServerArgs)[name] for name in FLAG_FIELDS} == {"spec"}
+
+
+def test_drafts_are_chains_before_anything_is_resolved(smc: dict) -> None:
+    """SGLang chooses its attention by it, on sm_100, before an algorithm resolves its own."""
+    chosen = [
+        ServerArgs(**smc, **given).speculative_eagle_topk
+        for given in ({}, {"speculative_eagle_topk": 2})
+    ]
+    assert chosen == [1 if upstream.IS_NEWEST else None, 2]
+    assert ServerArgs(model_path=smc["model_path"]).speculative_eagle_topk is None
 
 
 def test_flag_without_smc_is_refused(model_path: str) -> None:

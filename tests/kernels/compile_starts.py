@@ -82,7 +82,7 @@ def _jobs(config: SMCConfig) -> list[tuple[RoundShape, int]]:
     sizes = plan_sizes(WANTED, kinds.num_most_used, len(kinds.edited + kinds.off))
     of_kinds = (
         (kinds.edited + kinds.off, sizes.of_edited),
-        ([kinds.any], sizes.of_any),
+        ([kinds.powers, kinds.any], sizes.of_any),
         (kinds.most_used + kinds.greedy, sizes.of_rounds),
     )
     return [(shape, size) for shapes, of in of_kinds for shape in shapes for size in of]

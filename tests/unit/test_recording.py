@@ -19,7 +19,8 @@ from sglang_smc.models.chains import Chains
 from sglang_smc.models.recorder import PassRecording, Ranks, Session, cuda_session
 from sglang_smc.options.request import OFF, Budget, budgets
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.round import graph
+from sglang_smc.proposers.layer_choice import LayerChoice
+from sglang_smc.round import capture, graph
 from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_server
 from sglang_smc.round.graph import MOST, Kinds, Recordings, RoundGraphs, plan_sizes, thinned
 from sglang_smc.smc.settings import Need
@@ -83,9 +84,9 @@ def test_the_first_recording_that_does_enough_is_replayed(caplog: pytest.LogCapt
     table = LogprobTable(3, 2, 5, "cpu")
     table.make_room(LOGPROBS)
     kinds, play = Kinds.of(SMCConfig(num_particles=2, num_steps=2), LOGPROBS), cast("Any", None)
-    shapes = [*kinds.most_used, *kinds.edited, kinds.any]
+    shapes = [*kinds.most_used, *kinds.edited, kinds.powers, kinds.any]
     graphs = [RoundGraphs(play, shape, play, [1, 2]) for shape in shapes]
-    plain, chat, edited, edited_chat, anything = graphs
+    plain, chat, edited, edited_chat, powers, anything = graphs
     greedy = [RoundGraphs(play, shape, play, [1]) for shape in kinds.greedy]
     (off,) = (RoundGraphs(play, shape, play, [1, 2]) for shape in kinds.off)
     of_budget = {None: graphs, OFF: [off, *graphs[2:]]}
@@ -97,6 +98,12 @@ def test_the_first_recording_that_does_enough_is_replayed(caplog: pytest.LogCapt
         assert found.find(shape(*needs, **more)) is edited
         assert found.find(shape(*needs, Need.FILTERS, **more)) is edited_chat
     assert found.find(shape(Need.VERIFIES)) is anything
+    assert found.find(shape(extras=frozenset({"return_particles"}))) is powers
+    powered = shape(extras=frozenset({"return_particles"}), max_tail=9)
+    asked = {Need.EXTENDS, Need.POWER, Need.OPEN_TOKEN}
+    for more in (set(), {Need.FILTERS}, {Need.GREEDY}, {Need.WEIGHS}):
+        assert found.find(powered.needing(asked | more)) is powers
+    assert found.find(shape().needing({Need.EXTENDS})) is powers, "verified proposals alone"
     for alone in ([Need.VERIFIES], [Need.FILTERS, Need.GREEDY]):
         sizes = {"num_particles": 1, "num_steps": 0, "max_tail": 1, "max_arena": 2}
         assert found.find(shape(*alone, **sizes)) is off, "no drafts"
@@ -377,6 +384,37 @@ def test_a_server_goes_on_without_recordings(
     assert str(FAILURES[name]) in line.getMessage()
     assert "--speculative-smc-round-graph off" in line.getMessage()
     assert ("--max-running-requests" in line.getMessage()) == (name == "memory")
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_trial_of_layers_that_fails_ends_no_start(
+    name: str, breaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's layers run, and rounds are captured in the memory that is free after it.
+
+    Where it has stopped the device, nothing can: the error names the flag that leaves it out.
+    """
+    server = Server(Card(left_free(CARDS["L40S"]), 128_256), SMCConfig(draft_layers="auto"))
+    server._round.draft.layer_choice = choice = LayerChoice()
+    measured: list[bool] = []
+    of = Ranks.of
+
+    def ranks_of(*given: Any) -> Ranks:
+        measured.append(choice.is_open)
+        return of(*given)
+
+    monkeypatch.setattr(capture, "trials", mock.Mock(side_effect=FAILURES[name]))
+    monkeypatch.setattr(Ranks, "of", ranks_of)
+    monkeypatch.setattr(graph, "works", lambda _: not breaks)
+    if breaks:
+        with pytest.raises(ValueError, match="draft-layers auto has stopped.* Pass sglang"):
+            server.start(monkeypatch)
+        return
+    server.start(monkeypatch)
+    assert str(FAILURES[name]) in choice.as_dict()["reason"] and not choice.fuses(8)
+    assert server._captures.recordings is not None
+    assert measured == [False], "memory is measured once trials have freed theirs"
 
 
 @pytest.mark.parametrize(
