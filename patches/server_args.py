@@ -33,7 +33,8 @@ def _declared(name: str) -> Any:
     setting = SETTINGS[name]
     allowed = setting.allowed
     several = {"action": "extend", "action_kwargs": {"nargs": "+"}} if allowed.kind is list else {}
-    flag = Arg(help=f"SMC only. {setting.help} ({values_of(name)}).", **several)
+    bare = {} if setting.bare is None else {"nargs": "?", "const": setting.bare}
+    flag = Arg(help=f"SMC only. {setting.help} ({values_of(name)}).", **several, **bare)
     kind: Any = list[str] if allowed.kind is list else allowed.kind
     return Annotated[kind | None, flag, NS("spec")]
 

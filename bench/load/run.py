@@ -36,6 +36,7 @@ from study import PUBLISHED
 
 from sglang_smc.options.policy import Curve, Policy, RoundCosts
 from sglang_smc.options.request import OFF, Budget, budgets
+from sglang_smc.options.sizes import ROWS
 
 USERS = (1, 2, 4, 8, 16, 32, 64)
 MOST_RUNNING = 64
@@ -240,13 +241,18 @@ def _of_real_text(folder: Path) -> dict[str, Interval]:
     return {name: Interval(*map(float, numbers)) for name, numbers in parts.items()}
 
 
+def _chosen(draft: str) -> Budget:
+    """Return N and K of a default server that adapts."""
+    return Budget(ROWS[draft].num_particles, ROWS[draft].most_steps)
+
+
 TREE_OF_MODEL = "SGLang, draft model, tree 8 / 8 / 72"
 _TREES = {"SGLang, EAGLE-3 head, tree 4 / 5 / 8": 5, "SGLang, EAGLE-3 head, tree 10 / 8 / 72": 8}
 TEXTS = {
     "head": Texts(
         "The shipped target with its EAGLE-3 head, on word problems",
         grid.EXACT_HEAD,
-        Budget(8, 16),
+        _chosen("eagle3"),
         _of_trees,
         "`exact`, EAGLE-3 head, N = {}, K = {}",
         {name: (name, depth) for name, depth in _TREES.items()},
@@ -254,7 +260,7 @@ TEXTS = {
     "model": Texts(
         "Qwen2.5-Coder 1.5B with 0.5B, on real text",
         grid.EXACT,
-        Budget(8, 8),
+        _chosen("model"),
         _of_real_text,
         "exact N={} K={}",
         {TREE_OF_MODEL: ("SGLang tree 8 / 8 / 72", 8)},

@@ -194,10 +194,10 @@ def _of_block(config: Config) -> Shapes:
     if architecture(config) == LILICORR:
         found |= _of_lattice(block) | _of_convolutions(block)
     if architecture(config) in DSPARKS:
-        rank, rows = numbers_of(config, "markov_rank", "vocab_size")
+        rank, rows = numbers_of(block, "markov_rank", "vocab_size")
         found["markov_head.markov_w1.weight"] = (rows, rank)
         found["markov_head.markov_w2.weight"] = (config.get("draft_vocab_size") or rows, rank)
-        found |= _of_markov(config, rank)
+        found |= _of_markov(block, rank)
     if config.get(OWN_LM_HEAD) or is_reduced(config):
         rows = config.get("draft_vocab_size") or config["vocab_size"]
         found["lm_head.weight"] = (rows, sizes.hidden)

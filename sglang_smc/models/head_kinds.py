@@ -15,6 +15,7 @@ from sglang_smc.drafts import checkpoint, formats, kinds, weights
 from sglang_smc.drafts.weights import is_reduced
 from sglang_smc.models import draft_config
 from sglang_smc.operator_code import at, load_class
+from sglang_smc.options import sizes
 from sglang_smc.options.server import flag_of
 
 # Unsupported heads, by a part of their architecture's name; the first that is found counts.
@@ -22,7 +23,7 @@ _OTHER_HEADS = {
     "Gemma4Assistant": "a Gemma 4 assistant, which attends to the target's own KV",
     "Gemma4UnifiedAssistant": "a Gemma 4 assistant, which attends to the target's own KV",
     "LiLiCorr": "a LiLiCorr head of a class that is not supported",
-    "PEagle": "a P-EAGLE head, which drafts several tokens a pass from masks",
+    "PEagle": formats.P_EAGLE,
     "XPress": "an XPress head, of a kind that is not supported",
     "Eagle3": "an EAGLE-3 head of a class that is not supported",
     "Eagle": "an EAGLE head of a class that is not supported",
@@ -33,12 +34,6 @@ _OTHER_HEADS = {
     "MTP": "an MTP layer of a kind that is not supported",
     "Draft": "a draft of a kind that is not supported",
     "Assistant": "a draft of a kind that is not supported",
-}
-# Unsupported heads by the type that `speculators` gives them.
-_OTHER_TYPES = {
-    "peagle": _OTHER_HEADS["PEagle"],
-    "xpress": _OTHER_HEADS["XPress"],
-    "mtp": "an MTP layer in the format of speculators, which SGLang has no class for",
 }
 
 
@@ -110,11 +105,17 @@ def reads_states(server_args: Any) -> bool:
     return is_head or (place.path == server_args.model_path and has_mtp(place))
 
 
-def proposed_tokens(server_args: Any) -> int | None:
-    """Return the K that a draft's checkpoint proposes, if it does; see `formats.num_tokens`."""
+def draft_of(server_args: Any) -> tuple[str, formats.Config | None]:
+    """Return the kind of a server's draft, a key of `sizes.ROWS`, and its configuration if any."""
+    if server_args.speculative_smc_draft_class is not None:
+        return sizes.OWN, None
     if server_args.speculative_draft_model_path is None:
-        return None
-    return formats.num_tokens(_config_at(Place.of_draft(server_args)).to_dict())
+        return sizes.NGRAM, None
+    place = Place.of_draft(server_args)
+    if place.path == server_args.model_path and has_mtp(place):
+        return "mtp", None
+    config = _config_at(place)
+    return kinds.kind_of(_named(config)), config.to_dict()
 
 
 def knows_all(server_args: Any) -> bool:
@@ -141,11 +142,14 @@ def _named(config: Any) -> str:
 
 
 def head_problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
-    """Yield what in a draft's checkpoint does not fit a server, as phrases that follow its path."""
+    """Yield what in a draft's checkpoint does not fit a server, as phrases that follow its path.
+
+    One that ends with a full stop says what to do.
+    """
     name = architecture_of(config)
     told = config.hf_config.to_dict()
     if (type_of := told.get(formats.SPECULATORS)) and type_of not in formats.CLASSES:
-        what = _OTHER_TYPES.get(type_of, "a head of an unknown type")
+        what = formats.OTHER_TYPES.get(type_of, "a head of an unknown type")
         yield f"is {what} ({formats.SPECULATORS} is {type_of!r})"
         return
     if name not in kinds.HEADS:
@@ -154,8 +158,8 @@ def head_problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> I
             yield f"is {other} ({name})"
         elif "draft_vocab_size" in told:
             yield (
-                f"is an EAGLE-3 head that names {name} in its config.json: write {formats.EAGLE3} "
-                "there"
+                f"is an EAGLE-3 head that names {name} in its config.json. Write {formats.EAGLE3} "
+                "there."
             )
         return
     if unknown := told.get(formats.UNKNOWN):

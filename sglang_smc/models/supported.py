@@ -98,18 +98,23 @@ _UNSERVED = (
 )
 
 
+def target_refusals(server_args: Arguments) -> list[str]:
+    """Return a sentence for each property of the target that no other setting would mend."""
+    return [
+        f"--model-path {server_args.model_path} has {kind}; {_ALLOWED}. {_FAMILIES}. To serve this "
+        "one, leave out --speculative-algorithm SMC with its flags, or pass one of SGLang's own."
+        for kind in _kinds(model_config_of(server_args))
+    ]
+
+
 def model_problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
-    """Return a sentence for everything about target and draft that SMC cannot run.
+    """Return a sentence for everything else about target and draft that SMC cannot run.
 
     Args:
         widest_heads: the largest supported head dimension; None for any.
     """
     target = model_config_of(server_args)
-    found = [
-        f"--model-path {server_args.model_path} has {kind}; {_ALLOWED}. {_FAMILIES}. To serve this "
-        "one, leave out --speculative-algorithm SMC with its flags, or pass one of SGLang's own."
-        for kind in _kinds(target)
-    ] + _head_problems("--model-path", server_args.model_path, target, widest_heads)
+    found = _head_problems("--model-path", server_args.model_path, target, widest_heads)
     found += _state_problems(server_args, target)
     found += _image_problems(server_args, target)
     found += _transfer_problems(server_args, target)
@@ -146,7 +151,7 @@ def model_problems(server_args: Arguments, widest_heads: int | None) -> list[str
             "this target. Choose another draft."
         )
     found += [
-        f"{flag} {draft} {what}; {allowed}"
+        f"{flag} {draft} {what}" if what.endswith(".") else f"{flag} {draft} {what}; {allowed}"
         for what in kinds.head_problems(config, target, num_steps)
     ]
     if kinds.kind_of(config) == "model":

@@ -240,10 +240,10 @@ class Kinds(NamedTuple):
     def of(cls, config: SMCConfig, logprobs: LogprobWidths) -> "Kinds":
         """Return the kinds that a server with these settings captures."""
         bounds = budgets(Budget(config.num_particles, config.num_steps))
-        rungs = bounds if config.adaptive else (None,)
+        rungs = bounds if config.adapts else (None,)
         shapes = [shape_of_server(config, rung) for rung in rungs]
         chats = [shape.needing({*shape.needs, Need.FILTERS}) for shape in shapes]
-        most_used = chats if config.adaptive else [*shapes, *chats]
+        most_used = chats if config.adapts else [*shapes, *chats]
         largest = [shape for shape in most_used if shape.budget == rungs[0]]
         edited = [shape.needing({*shape.needs, Need.EDITS}).scoring(logprobs) for shape in largest]
         # Trees of the most steps, at temperature 0.
@@ -251,7 +251,7 @@ class Kinds(NamedTuple):
         trees = [shape_of_server(verified_as_tree(config), rung) for rung in of_n]
         greedy = [one.needing(one.needs - {Need.VERIFIES} | {Need.TREES}) for one in trees]
         alone = shape_of_server(without_drafts(config), OFF)
-        off = [] if config.adaptive else [alone.needing({*alone.needs, Need.FILTERS})]
+        off = [] if config.adapts else [alone.needing({*alone.needs, Need.FILTERS})]
         return cls(most_used, edited, shape_of_any(config, rungs[0], logprobs), greedy, off)
 
     @property

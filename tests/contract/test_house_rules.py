@@ -39,8 +39,11 @@ APART = (
     *("tools.speculators_format", "tools.testing", "tools.view", "tools.watch"),
 )
 KNOWN = {"dtype", "printable", "drafts", "options", "kv", "state", "potentials", "command"}
-#: It judges a pair by SGLang's and the server's own rules.
-PAIR_CHECK, ITS_OWN = "tools.pair_check", {"upstream", "models", "cpu"}
+#: They judge a pair by SGLang's and the server's own rules.
+JUDGES = {
+    "tools.pair_check": {"models", "cpu"},
+    "tools.start_check": {"upstream", "models", "server"},
+}
 KERNELS = "kernels"  # between the mathematics and `ops`, which alone imports them
 MAY: dict[str, set[str]] = {"smc": set(), KERNELS: {"smc"}}
 
@@ -128,8 +131,8 @@ def imported_above(path: Path) -> set[str]:
         return found - MAY[here]
     if here == "tools.":  # the package itself, where a notebook finds what it asks for
         return found - {"tools.view"}
-    if here in (*APART, PAIR_CHECK):
-        return found - KNOWN - {*APART} - (ITS_OWN if here == PAIR_CHECK else set())
+    if here in (*APART, *JUDGES):
+        return found - KNOWN - {*APART, *JUDGES} - JUDGES.get(here, set())
     on_call = {"algorithm.py": {"worker"}, "hooks.py": {"patches"}, "plugin.py": set()}
     return {
         room

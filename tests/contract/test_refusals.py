@@ -50,7 +50,7 @@ RANGES: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
     "draft_temperature": ("a finite number >= 1e-06", (1e-7, 0, INF, [1.0]), (1e-6, None)),
     "ngram_matches": ("True or False", (1, "yes"), (False,)),
     "max_lag": ("an integer >= 1", (0,), (1,)),
-    "adaptive": ("True or False", (1, "yes"), (True,)),
+    "adaptive": ("auto, on, off", (True, "yes"), ("auto", "on", "off")),
 }
 
 #: Settings that do not go together, and what is said of it.

@@ -119,6 +119,43 @@ def test_settings_are_resolved_and_users_win(smc: dict, given: dict, resolved: t
 
 
 @pytest.mark.parametrize(
+    ("given", "sizes", "told"),
+    [
+        ({}, (8, 8), "K = 8 tokens for each of N = 8 particles: an EAGLE head, in mode smc"),
+        ({"speculative_smc_mode": "exact"}, (8, 16), "at most K = 16 tokens for each of N = 8"),
+        ({"speculative_smc_tilt": 0.1}, (8, 16), "(bench/results/load/load.md)"),
+        ({"speculative_smc_mode": "exact", "speculative_smc_adaptive": "off"}, (8, 8), "K = 8"),
+        ({"speculative_smc_mode": "exact", "speculative_num_steps": 5}, (8, 5), "K as given; an"),
+        ({"speculative_smc_num_particles": 2, "speculative_num_steps": 5}, (2, 5), "as given. --"),
+    ],
+)
+def test_n_and_k_are_chosen_where_they_are_not_given(
+    given: dict[str, Any],
+    sizes: tuple[int, int],
+    told: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And the first line of SMC's log says which, and why."""
+    pair = {"model_path": PAIR / "target", "speculative_draft_model_path": PAIR / "eagle3"}
+    keywords = {**{name: str(path) for name, path in pair.items()}, "device": "cpu"}
+    with caplog.at_level(logging.INFO, "sglang_smc"):
+        args = upstream.resolved(resolve(**keywords, speculative_algorithm="SMC", **given))
+    assert (args.speculative_smc_num_particles, args.speculative_num_steps) == sizes
+    first = next(one for one in caplog.messages if "SMC" in one)
+    assert told in first and first.startswith("SMC drafts")
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"), [([], "auto"), ([""], "on"), (["off"], "off"), (["auto"], "auto")]
+)
+def test_a_bare_adaptive_flag_is_on(smc: dict, flag: list[str], expected: str) -> None:
+    more = ["--speculative-smc-adaptive", *filter(None, flag)] if flag else []
+    args = prepare_server_args([*more, *command_line(smc)])
+    upstream.resolve_now(args)
+    assert ours(args)["speculative_smc_adaptive"] == expected
+
+
+@pytest.mark.parametrize(
     ("device", "kernels", "decode_graphs", "captures"),
     [
         ("cuda", "auto", "full", True),

@@ -29,7 +29,7 @@ from sglang_smc.state.logprobs import recorded_logprobs
 SERVERS = {
     "default": SMCConfig(),
     "n4-k17": SMCConfig(mode="exact", num_particles=4, num_steps=17),
-    "adaptive-n4-k16": SMCConfig(mode="exact", num_particles=4, num_steps=16, adaptive=True),
+    "adaptive-n4-k16": SMCConfig(mode="exact", num_particles=4, num_steps=16, adaptive="on"),
 }
 #: Batches that SGLang captures by default for up to 48 requests.
 WANTED = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48)

@@ -29,13 +29,15 @@ from sglang_smc_tools.plan.memory import PREFILL_SHARE, reserved_bytes
 
 STOCK = [*range(1, 9), *range(10, 34, 2), 40, 44, 48]  # of SGLang, up to 48 requests
 LOGPROBS = recorded_logprobs(1000)
+ADAPTIVE = ("off", "on")
 
 
 @pytest.mark.parametrize("wanted", [STOCK, [1], [3], [1, 4], [*range(1, 257)], [7, 200]])
 @pytest.mark.parametrize("is_adaptive", [False, True])
 def test_no_server_records_more_than_it_should(wanted: list[int], is_adaptive: bool) -> None:
     """And sizes in between waste little."""
-    kinds = Kinds.of(SMCConfig(num_particles=8, num_steps=8, adaptive=is_adaptive), LOGPROBS)
+    config = SMCConfig(num_particles=8, num_steps=8, adaptive=ADAPTIVE[is_adaptive])
+    kinds = Kinds.of(config, LOGPROBS)
     num_kinds = kinds.num_most_used, len(kinds.edited + kinds.off)
     sizes = plan_sizes(wanted, *num_kinds)
     assert sizes.count(*num_kinds) <= MOST
@@ -52,7 +54,7 @@ def test_no_server_records_more_than_it_should(wanted: list[int], is_adaptive: b
 @pytest.mark.parametrize("is_adaptive", [False, True])
 def test_at_temperature_0_a_round_of_trees_is_replayed(is_adaptive: bool) -> None:
     """On any budget of several particles; each budget has rounds of its own where N and K adapt."""
-    config = SMCConfig(num_particles=4, num_steps=4, adaptive=is_adaptive)
+    config = SMCConfig(num_particles=4, num_steps=4, adaptive=ADAPTIVE[is_adaptive])
     kinds, play = Kinds.of(config, LOGPROBS), Any
     trees = [RoundGraphs(play, shape, play, [1, 2]) for shape in kinds.greedy]
     assert [one.shape.num_particles for one in trees] == ([2, 4] if is_adaptive else [4])
@@ -277,7 +279,7 @@ def test_a_card_says_what_it_leaves_out() -> None:
 def test_a_start_plays_each_recorded_round_twice(is_adaptive: bool) -> None:
     """To compile its kernels, and to capture it."""
     card = Card(1e12, 128_256)
-    found = record(card, SMCConfig(adaptive=is_adaptive))
+    found = record(card, SMCConfig(adaptive=ADAPTIVE[is_adaptive]))
     num_rounds = card.num_captured - 3 * len(found.sizes.of_passes)
     assert card.num_played == 2 * num_rounds
     assert card.num_captured <= MOST

@@ -36,7 +36,7 @@ srt.speculative.spec_registry.CustomSpecAlgo(name factory * supports_overlap
 srt.managers.overlap_utils.FutureMap(* device spec_algo req_to_token_pool
         needs_cpu_seq_lens needs_confidence_relay)
 srt.configs.model_config.ModelConfig: is_hybrid_swa model_is_mrope speculative_algorithm
-    .__init__ | calls self._config_draft_model self._derive_model_shapes
+    .__init__ | calls self._config_draft_model self._derive_model_shapes self._verify_quantization
 srt.layers.rotary_embedding.base.RotaryEmbedding: cos_sin_cache head_size is_neox_style rotary_dim
         use_fallback_kernel
     .forward_native(self positions query key)
