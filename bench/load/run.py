@@ -32,7 +32,7 @@ from gpu.expected import Shape as Timed
 from intervals import Interval
 from results import Report, markdown_table
 from speed import grid
-from study import PUBLISHED
+from study import PUBLISHED, REPOSITORY, BenchError
 
 from sglang_smc.options.policy import Curve, Policy, RoundCosts
 from sglang_smc.options.request import OFF, Budget, budgets
@@ -220,6 +220,7 @@ class Texts(NamedTuple):
     """
 
     title: str
+    label: str
     family: str  # of `bench/speed`, whose rounds cost as much
     top: Budget  # of a default server
     tokens: Callable[[Path], Mapping[str, Interval]]
@@ -251,6 +252,7 @@ _TREES = {"SGLang, EAGLE-3 head, tree 4 / 5 / 8": 5, "SGLang, EAGLE-3 head, tree
 TEXTS = {
     "head": Texts(
         "The shipped target with its EAGLE-3 head, on word problems",
+        "shipped head, word problems",
         grid.EXACT_HEAD,
         _chosen("eagle3"),
         _of_trees,
@@ -259,6 +261,7 @@ TEXTS = {
     ),
     "model": Texts(
         "Qwen2.5-Coder 1.5B with 0.5B, on real text",
+        "draft model, real text",
         grid.EXACT,
         _chosen("model"),
         _of_real_text,
@@ -409,6 +412,23 @@ def markdown(rows: Sequence[LoadRow], note: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+PAGE, MARKS = REPOSITORY / "docs" / "performance.md", ("<!-- load -->", "<!-- end of load -->")
+#: Of the table on that page.
+SHOWN = (1, 2, 8, 32, 64)
+
+
+def summary(rows: Sequence[LoadRow]) -> str:
+    """Return speeds over plain decoding's of users who ask again at once."""
+    here = [row for row in rows if row.trace == "steady" and row.system != PLAIN]
+    by = {(row.texts, row.system, row.users): f"{row.simulated_to_plain:.2f}" for row in here}
+    names = dict.fromkeys((row.texts, row.system) for row in here)
+    lines = [
+        [TEXTS[texts].label, system, *(by[texts, system, n] for n in SHOWN)]
+        for texts, system in names
+    ]
+    return markdown_table(["simulated, by users", "", *map(str, SHOWN)], lines)
+
+
 def note(origin: Mapping[str, Any]) -> str:
     """Return what the tables stand on."""
     return (
@@ -432,12 +452,18 @@ REPORT = Report("load", LoadRow, markdown)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Simulate, and write the report."""
+    """Simulate, and write the report; raise BenchError if a page cannot get its table."""
+    if options.publish and not set(SHOWN) <= set(options.users):
+        raise BenchError(
+            f"--users {' '.join(map(str, options.users))} lacks some of those that "
+            f"docs/performance.md shows, {SHOWN}: publish all, or leave out --publish."
+        )
     rows = [row for texts in TEXTS for row in rows_of(texts, options.users)]
     study.prepare_folder(options.output_dir)
     print(REPORT.write(options.output_dir, rows, {"users": options.users}, note))
     if options.publish:
         REPORT.publish(options.output_dir, PUBLISHED / "load")
+        study.write_between(PAGE, MARKS, summary(rows))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

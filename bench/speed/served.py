@@ -48,7 +48,7 @@ PHASES = ((1, 6), (32, 128), (1, 6))
 MOVING, MOVING_SECONDS = ("head", "mixture"), 600.0
 KINDS = ("claim", "moving", "grid")
 SETTINGS = {"temperature": TEMPERATURE, "phases": PHASES}
-FORM = "{l_bar}{bar}| {elapsed}, at most {remaining} to go{postfix}"
+FORM = "{desc}{bar}| {elapsed}{postfix}"
 
 
 class Way(NamedTuple):
@@ -145,7 +145,7 @@ def measure(cells: Sequence[ServedCell], folder: Path, progress: Any, attempt: A
             launch = launch_of(server, models, first.pair.grid)
             engines[server] = stack.enter_context(running(launch, log))
             attempt.goes_on()
-            progress.update(START_SECONDS)
+            advance(progress, START_SECONDS)
         attempt.started = True
         for cell in (cell for cell in cells if cell.slug in attempt.missing):
             turns = turns_of(engines, cell, folder, progress, attempt)
@@ -168,12 +168,18 @@ def turns_of(
         found.append(turn)
         spent = time.monotonic() - began
         progress.set_postfix_str(f"{cell.slug}: {of_turns.told(found)}")
-        progress.update(min(spent, cell.seconds) - shown)
+        advance(progress, min(spent, cell.seconds) - shown)
         shown = min(spent, cell.seconds)
         if of_turns.is_over(found, cell.seconds - spent):
             break
-    progress.update(cell.seconds - shown)
+    advance(progress, cell.seconds - shown)
     return found
+
+
+def advance(progress: Any, seconds: float) -> None:
+    """Advance the bar, and say how long the rest takes where no cell ends before its time."""
+    progress.update(seconds)
+    progress.set_description_str(f"at most {(progress.total - progress.n) / 60:.0f} minutes to go")
 
 
 def warm_up(engines: Mapping[str, RemoteEngine], cell: ServedCell, folder: Path) -> None:
@@ -250,6 +256,7 @@ def run(options: argparse.Namespace) -> None:
             show(cases, left)
             return
         progress.reset(sum(case.seconds for case in left))
+        advance(progress, 0.0)
         runner.run(Stage(NAME, "", lambda: cases))
     report(options, every, records)
 

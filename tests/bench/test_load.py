@@ -10,6 +10,7 @@ from load.run import (
     EXACT,
     FIXED,
     PLAIN,
+    REPORT,
     TEXTS,
     TRACES,
     Adaptive,
@@ -23,7 +24,9 @@ from load.run import (
     play,
     requests_of,
     rows_of,
+    summary,
 )
+from study import PUBLISHED, REPOSITORY
 
 from sglang_smc.options.policy import Curve
 from sglang_smc.options.request import OFF, Budget
@@ -137,6 +140,12 @@ def test_speeds_are_those_of_the_table_for_an_h200(users: int, measured: Measure
         told = 1000 * tokens[listed] * users / ms
         # The last requests run beside fewer others.
         assert found == pytest.approx(told, rel=0.03 if users == 1 else 0.12), name
+
+
+def test_the_page_has_the_published_simulation() -> None:
+    """Red where one of both is made anew alone."""
+    rows = REPORT.read(PUBLISHED / "load")
+    assert summary(rows) in (REPOSITORY / "docs" / "performance.md").read_text()
 
 
 def test_a_report_calls_every_number_simulated(
