@@ -211,7 +211,7 @@ PREFILLS = {PLAIN: "ar", "SGLang, EAGLE": "eagle-3", "SGLang, draft": "standalon
 OFF_CELL = "smc-exact-adaptive-with-a-head-n8-k8-b32-p256"
 
 
-class Texts(NamedTuple):
+class MeasuredTexts(NamedTuple):
     """A pair of models on texts of its own: what its drafts cost, and what was kept of them.
 
     Attributes:
@@ -250,7 +250,7 @@ def _chosen(draft: str) -> Budget:
 TREE_OF_MODEL = "SGLang, draft model, tree 8 / 8 / 72"
 _TREES = {"SGLang, EAGLE-3 head, tree 4 / 5 / 8": 5, "SGLang, EAGLE-3 head, tree 10 / 8 / 72": 8}
 TEXTS = {
-    "head": Texts(
+    "head": MeasuredTexts(
         "The shipped target with its EAGLE-3 head, on word problems",
         "shipped head, word problems",
         grid.EXACT_HEAD,
@@ -259,7 +259,7 @@ TEXTS = {
         "`exact`, EAGLE-3 head, N = {}, K = {}",
         {name: (name, depth) for name, depth in _TREES.items()},
     ),
-    "model": Texts(
+    "model": MeasuredTexts(
         "Qwen2.5-Coder 1.5B with 0.5B, on real text",
         "draft model, real text",
         grid.EXACT,
@@ -280,7 +280,7 @@ def chance_of(tokens: float, num_steps: int) -> float:
 class Measured:
     """Shapes and chances by tables of `bench/results`: an H200, a pair's texts, T = 0.7."""
 
-    def __init__(self, texts: Texts, folder: Path = PUBLISHED) -> None:
+    def __init__(self, texts: MeasuredTexts, folder: Path = PUBLISHED) -> None:
         self._times, self.texts = published(folder), texts
         self._tokens = texts.tokens(folder)
         one = self._tokens[texts.ours.format(1, 8)]

@@ -31,7 +31,7 @@ from speed import turns as of_turns
 from speed.remote import RemoteEngine, TimedBatch, Work, running
 from speed.runner import Attempt, Case, Clock, Entry, Records, Runner, Stage
 from speed.served_report import REPORT, note, rows_of
-from speed.texts import PAIRS, TEMPERATURE, Models, Question, ServedPair
+from speed.texts import PAIRS, TEMPERATURE, ModelFolders, Question, ServedPair
 from study import bar, code_fingerprint
 
 from sglang_smc.options.request import Budget
@@ -51,7 +51,7 @@ SETTINGS = {"temperature": TEMPERATURE, "phases": PHASES}
 FORM = "{desc}{bar}| {elapsed}{postfix}"
 
 
-class Way(NamedTuple):
+class ServedWay(NamedTuple):
     """A way to decode: a server, and what requests ask of it."""
 
     name: str
@@ -65,13 +65,13 @@ class Way(NamedTuple):
         return Work([one.prompt for one in questions], params, at_once=users)
 
 
-PLAIN, DEFAULT = Way("plain decoding", "plain"), Way(of_turns.DEFAULT, "default")
+PLAIN, DEFAULT = ServedWay("plain decoding", "plain"), ServedWay(of_turns.DEFAULT, "default")
 FIXED = "fixed"
 
 
-def fixed(budget: Budget) -> Way:
+def fixed(budget: Budget) -> ServedWay:
     """Return the way of a server that does not adapt, of which requests ask N and K."""
-    return Way("N={} K={}".format(*budget), FIXED, budget._asdict())
+    return ServedWay("N={} K={}".format(*budget), FIXED, budget._asdict())
 
 
 class ServedCell(NamedTuple):
@@ -81,7 +81,7 @@ class ServedCell(NamedTuple):
     kind: str
     pair: ServedPair
     phases: Sequence[tuple[int, int]]
-    ways: Sequence[Way]
+    ways: Sequence[ServedWay]
     seconds: float
 
 
@@ -107,7 +107,7 @@ def every_cell() -> dict[str, list[ServedCell]]:
     }
 
 
-def launch_of(server: str, models: Models, grid: Sequence[Budget]) -> Launch:
+def launch_of(server: str, models: ModelFolders, grid: Sequence[Budget]) -> Launch:
     """Return the launch of a server, from the plain command; several share a machine's memory."""
     arguments: dict[str, Any] = {
         "model_path": str(models.target),
@@ -234,7 +234,7 @@ def cases_of(folder: Path, progress: Any) -> list[Case]:
 def _case(slug: str, cells: Sequence[ServedCell], folder: Path, progress: Any) -> Case:
     first = cells[0]
     servers = list(dict.fromkeys(way.server for way in first.ways))
-    models = Models(Path("TARGET"), Path("DRAFT"))
+    models = ModelFolders(Path("TARGET"), Path("DRAFT"))
     shown = [str(launch_of(server, models, first.pair.grid)) for server in servers]
     shared = {"ways": [way.name for way in first.ways], "servers": shown, **code_fingerprint()}
     parts = {cell.slug: {"phases": cell.phases, **shared} for cell in cells}

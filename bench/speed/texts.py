@@ -32,7 +32,7 @@ class Question(NamedTuple):
     params: dict[str, Any]
 
 
-class Models(NamedTuple):
+class ModelFolders(NamedTuple):
     """The folders of a target and of its draft."""
 
     target: Path
@@ -40,7 +40,7 @@ class Models(NamedTuple):
 
 
 class ServedPair(NamedTuple):
-    """Models, prompts for them, and what is measured.
+    """ModelFolders, prompts for them, and what is measured.
 
     Attributes:
         models: returns the checkpoints, which it may make in a folder.
@@ -52,7 +52,7 @@ class ServedPair(NamedTuple):
 
     name: str
     title: str
-    models: Callable[[Path], Models]
+    models: Callable[[Path], ModelFolders]
     questions: Callable[[Path, str, int], list[Question]]
     users: tuple[int, ...]
     grid: tuple[Budget, ...]
@@ -63,8 +63,8 @@ class ServedPair(NamedTuple):
 # --- The shipped pair: word problems
 
 
-def _shipped(draft: str) -> Callable[[Path], Models]:
-    return lambda _: Models(PAIR / TARGET, PAIR / draft)
+def _shipped(draft: str) -> Callable[[Path], ModelFolders]:
+    return lambda _: ModelFolders(PAIR / TARGET, PAIR / draft)
 
 
 def _problems(_: Path, seed: str, count: int) -> list[Question]:
@@ -76,10 +76,10 @@ def _problems(_: Path, seed: str, count: int) -> list[Question]:
 # --- The coder pair of `make real-models`: problems of GSM8K
 
 
-def _coder(_: Path) -> Models:
+def _coder(_: Path) -> ModelFolders:
     from sglang_smc_tools.real.models import checkpoint
 
-    return Models(checkpoint("coder-1.5b"), checkpoint("coder-0.5b"))
+    return ModelFolders(checkpoint("coder-1.5b"), checkpoint("coder-0.5b"))
 
 
 def _gsm8k(_: Path, seed: str, count: int) -> list[Question]:
@@ -102,9 +102,9 @@ def _gsm8k_rows() -> Sequence[dict[str, Any]]:
 # --- The tiny mixture of `bench/experts`: Python's standard library
 
 
-def _mixture(models: Path) -> Models:
+def _mixture(models: Path) -> ModelFolders:
     """Train the mixture and its dense draft, unless that is done."""
-    found = Models(models / "mixture" / TARGET, models / "mixture" / DRAFT)
+    found = ModelFolders(models / "mixture" / TARGET, models / "mixture" / DRAFT)
     if not (found.draft / "model.safetensors").exists():
         from dummies import word_tokenizer
         from experts import models as made  # imports torch

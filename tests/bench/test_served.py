@@ -15,7 +15,7 @@ from speed import run as speed
 from speed import served, turns
 from speed.remote import TimedBatch, Work
 from speed.served_report import verdict
-from speed.texts import PAIRS, Models, Question, ServedPair
+from speed.texts import PAIRS, ModelFolders, Question, ServedPair
 from speed_stand_ins import ORIGIN, Caller
 
 from sglang_smc.options.request import Budget
@@ -50,7 +50,7 @@ def questions(_: Path, seed: str, count: int) -> list[Question]:
 
 GRID = Budget(1, 4), Budget(4, 8)
 PAIR = ServedPair(
-    "head", "a head", lambda _: Models(Path("t"), Path("d")), questions, (1, 4), GRID, 60.0
+    "head", "a head", lambda _: ModelFolders(Path("t"), Path("d")), questions, (1, 4), GRID, 60.0
 )
 
 
