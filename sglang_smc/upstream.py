@@ -9,7 +9,8 @@ This module is imported wherever the plugin is loaded, so it imports nothing hea
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -104,6 +105,20 @@ def model_config_of(server_args: "ServerArgs") -> "ModelConfig":
     from sglang.srt.arg_groups.overrides import model_config_of
 
     return model_config_of(server_args)
+
+
+@contextmanager
+def any_quantization() -> Iterator[None]:
+    """Let configurations be read whose quantization this machine has no kernels for."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    checked: Any = ModelConfig
+    verify = checked._verify_quantization
+    checked._verify_quantization = lambda self: None
+    try:
+        yield
+    finally:
+        checked._verify_quantization = verify
 
 
 def is_gated_delta(model: "ModelConfig") -> bool:
@@ -322,6 +337,15 @@ def _experts_capturer() -> Any:
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
     return get_global_experts_capturer()
+
+
+def tool_close_tokens(parser: str | None, tokenizer: Any) -> frozenset[int]:
+    """Return the stop tokens that SGLang leaves in a text, since they close a tool call."""
+    if not IS_NEWEST:
+        return frozenset()
+    from sglang.srt.parser.response_template import tool_close_token_ids
+
+    return tool_close_token_ids(parser, tokenizer)
 
 
 def num_bound_processes(*, tp_size: int, dp_size: int) -> int:

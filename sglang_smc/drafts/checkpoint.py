@@ -1,10 +1,11 @@
 """Read the names, shapes and small tensors of a checkpoint, without its weights."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import is_zipfile
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +16,14 @@ CONFIG = "config.json"
 MASK = "mask_embedding.pt"
 """Of block heads: a trained embedding of the mask, beside the weights."""
 
-_WEIGHTS = ("*.safetensors", "*.bin")
+PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+"""Files that SGLang loads weights from."""
+
+_WEIGHTS = PATTERNS[:2]
+_QUANTIZED = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+_PACKED = ("qweight", "weight_packed", "scales", "weight_scale", "weight_scale_inv", "absmax")
+_OF_MISTRAL = "consolidated.safetensors"
+_NO_WEIGHTS = ("training_args.bin", "optimizer.bin")
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
@@ -71,6 +79,23 @@ def shapes_in(folder: Path) -> Shapes:
     return shapes
 
 
+def has_weights(folder: Path) -> bool:
+    """Return whether a folder has files that weights may be in."""
+    return any(any(folder.glob(pattern)) for pattern in PATTERNS)
+
+
+def absent_from(folder: Path) -> list[str]:
+    """Return the files that the index of a folder's weights names, and that are not there."""
+    return _absent(folder, _files(folder))
+
+
+def is_quantized(folder: Path, config: Mapping[str, Any], shapes: Shapes) -> bool:
+    """Return whether weights of a folder are saved in fewer bits, by settings or by their names."""
+    told = config.get("quantization_config") or config.get("compression_config")
+    has_file = any((folder / name).exists() for name in _QUANTIZED)
+    return bool(told) or has_file or any(name.endswith(_PACKED) for name in shapes)
+
+
 def tensor_in(folder: Path, name: str) -> "torch.Tensor | None":
     """Return a tensor of a folder by its name; None if there is none."""
     from safetensors import safe_open
@@ -99,19 +124,33 @@ def mask_in(folder: Path) -> Any:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files with a folder's weights: SGLang prefers safetensors."""
+    """Return the files with a folder's weights, as SGLang finds them.
+
+    It prefers safetensors, of those the ones that an index names, and Hugging Face's names to
+    Mistral's own.
+    """
     for pattern in _WEIGHTS:
-        if found := sorted(folder.glob(pattern)):
-            return [file for file in found if file.name != "training_args.bin"]
+        found = [one for one in sorted(folder.glob(pattern)) if one.name not in _NO_WEIGHTS]
+        if not found:
+            continue
+        named = _indexed(folder) if pattern == _WEIGHTS[0] else set()
+        known = [file for file in found if file.name in named]
+        return known or [one for one in found if one.name != _OF_MISTRAL] or found
     return []
 
 
-def _absent(folder: Path, files: list[Path]) -> list[str]:
-    """Return the files that the index of a folder's weights names, and that are not there."""
+def _indexed(folder: Path) -> set[str]:
+    """Return the files that the indices of a folder's weights name."""
     named: set[str] = set()
     for index in filter(Path.exists, map(folder.joinpath, _INDICES)):
         with _reading(index):
             named |= {*json.loads(index.read_text())["weight_map"].values()}
+    return named
+
+
+def _absent(folder: Path, files: list[Path]) -> list[str]:
+    """Return the files that the index of a folder's weights names, and that are not there."""
+    named = _indexed(folder)
     kinds = {file.suffix for file in files} or {Path(pattern).suffix for pattern in _WEIGHTS}
     return sorted(
         name for name in named if Path(name).suffix in kinds and not (folder / name).exists()
@@ -131,7 +170,8 @@ def _pickled(file: Path, device: str) -> dict[str, Any]:
     """Return the tensors of a pickled file, read as weights alone."""
     import torch
 
-    return torch.load(file, map_location=device, mmap=True, weights_only=True)
+    # Files of before torch 1.6 are no archives, which alone can be mapped.
+    return torch.load(file, map_location=device, mmap=is_zipfile(file), weights_only=True)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 Three formats are in use:
 
-- SGLang's and SpecForge's, with these keys.
+- SGLang's and SpecForge's, with these keys. SpecForge has those of a DSpark block in its
+  `dflash_config`, and other names of classes, as have AngelSlim and vLLM.
 - That of EAGLE's authors: the same, but it names `LlamaForCausalLM`.
 - That of `speculators`, which vLLM reads: the head's layers are a configuration of their own in
   `transformer_layer_config`, and layers of the target are counted as Hugging Face counts hidden
@@ -41,6 +42,20 @@ CLASSES = {"eagle3": EAGLE3, "dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSP
 DOMINO = "domino"
 """The `projector_type` by which a DFlash head is a Domino head."""
 
+P_EAGLE = "a P-EAGLE head, which drafts several tokens a pass from masks"
+OTHER_TYPES = {
+    "eagle": "an EAGLE 1 or 2 head in the format of speculators, which is not translated",
+    "peagle": P_EAGLE,
+    "xpress": "an XPress head, of a kind that is not supported",
+    "mtp": "an MTP layer in the format of speculators, which SGLang has no class for",
+}
+"""What heads of the other `speculators` types are, which are refused."""
+
+_VLLM_EAGLE3 = tuple(f"Eagle3{of}ForCausalLM" for of in ("Llama", "Qwen2_5vl", "Qwen3vl"))
+_DOMINO_CLASS = "DominoDraftModel"
+_ALIASES = {**dict.fromkeys(_VLLM_EAGLE3, EAGLE3), _DOMINO_CLASS: DFLASH}
+"""SGLang's classes by the names that AngelSlim and vLLM, and SpecForge, have for them."""
+
 EAGLE3_LAYERS = "eagle_aux_hidden_state_layer_ids"
 BLOCK_LAYERS = "target_layer_ids"
 """The layers of the target that a head reads, in its `eagle_config` or `dflash_config`."""
@@ -63,7 +78,14 @@ LATTICE = "lilicorr_"
 EAGLE3_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Settings of an EAGLE-3 head that add or move a norm."""
 
-_SECTIONS = (LAYER_CONFIG, "speculators_config", "eagle_config", "dflash_config")
+_BLOCK, _MARKOV = "dflash_config", "dspark_config"
+_SECTIONS = (LAYER_CONFIG, "speculators_config", "eagle_config", _BLOCK, _MARKOV)
+# Of a block's section, what SGLang's classes read outside of it, by its name there.
+_RAISED = {
+    **{name: name for name in ("sample_from_anchor", "markov_rank", "markov_head_type")},
+    **{name: name for name in ("enable_confidence_head", "confidence_head_with_markov")},
+    "causal": "is_causal",  # vLLM's
+}
 _SPECULATORS_LAYERS = "aux_hidden_state_layer_ids"
 _SIZES = ("block_size", "markov_rank", "draft_vocab_size", "mask_token_id")
 _COMMON = ("dtype", "torch_dtype", "quantization_config", "target_hidden_size", "draft_vocab_size")
@@ -76,13 +98,20 @@ _OWN = {
         *("enable_confidence_head", "confidence_head_with_markov"),
     ),
 }
-# Keys that are read under another name, describe, or concern training alone.
-_READ = {
-    *("architectures", "auto_map", "tie_word_embeddings", "speculators_version", "_name_or_path"),
-    *("transformers_version", "speculators_config", "embed_requires_grad", "id2label", "label2id"),
-    *("return_dict", "model_type", "chunk_size_feed_forward", "mask_token_id", EAGLE3_LAYERS),
-    *(_SPECULATORS_LAYERS, "sliding_window_non_causal", SPECULATORS, LAYER_CONFIG),
+# Keys that are read under another name.
+_TRANSLATED = {
+    *("speculators_config", "mask_token_id", "sliding_window_non_causal", EAGLE3_LAYERS),
+    *(_SPECULATORS_LAYERS, SPECULATORS, LAYER_CONFIG),
 }
+# Keys that describe, or are transformers' own.
+_DESCRIBES = {
+    *("architectures", "auto_map", "tie_word_embeddings", "speculators_version", "_name_or_path"),
+    *("transformers_version", "id2label", "label2id", "return_dict", "model_type"),
+    "chunk_size_feed_forward",
+}
+# Keys that concern training alone: whether embeddings learn, and positions of a text that drafts
+# begin at (speculators 0.5 and 0.6).
+_TRAINING = {"embed_requires_grad", "max_anchors"}
 
 
 def architecture(config: Config) -> str:
@@ -91,8 +120,17 @@ def architecture(config: Config) -> str:
 
 
 def block_options(config: Config) -> dict[str, Any]:
-    """Return a block head's settings with those of its `dflash_config` among them."""
-    return {**config, **(config.get("dflash_config") or {})}
+    """Return a block head's settings with those of its sections among them."""
+    return {**config, **(config.get(_BLOCK) or {}), **(config.get(_MARKOV) or {})}
+
+
+def known_fields(kind: str) -> set[str]:
+    """Return the keys of a `speculators` configuration that are read, or have no meaning here.
+
+    Args:
+        kind: its type, one of `CLASSES`.
+    """
+    return {*_COMMON, *_OWN[kind], *_nested(kind), *_TRANSLATED, *_DESCRIBES, *_TRAINING}
 
 
 def is_head(config: Config) -> bool:
@@ -110,7 +148,8 @@ def normalized(config: Config, tensors: Collection[str] | None = None) -> dict[s
         tensors: names in the checkpoint; None if they are not known.
 
     Raises ValueError for a section that is no object, for layers and sizes that are no whole
-    numbers, and for a `speculators` layer that transformers cannot read.
+    numbers, for a setting with two values, and for a `speculators` layer that transformers cannot
+    read.
     """
     _check(config)
     told = _flattened(config) if SPECULATORS in config else _named(config)
@@ -163,11 +202,44 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _named(config: Config) -> dict[str, Any]:
-    """Name SGLang's class of an EAGLE-3 head: no language model has a draft vocabulary."""
+    """Name SGLang's class of a head, and put a block's settings where that class reads them.
+
+    A `LlamaForCausalLM` with a draft vocabulary is an EAGLE-3 head: no language model has one.
+    """
     told = dict(config)
-    if architecture(told) == "LlamaForCausalLM" and told.get("draft_vocab_size"):
+    name = architecture(told)
+    if name == "LlamaForCausalLM" and told.get("draft_vocab_size"):
         told["architectures"] = [EAGLE3]
+    if name in _ALIASES:
+        told["architectures"] = [_ALIASES[name]]
+    if name == _DOMINO_CLASS:
+        told[_BLOCK] = {"projector_type": DOMINO, **(told.get(_BLOCK) or {})}
+    return _raised(told) if architecture(told) in ALL_BLOCKS else told
+
+
+def _raised(config: Config) -> dict[str, Any]:
+    """Return a block's configuration with one section, and `_RAISED` outside of it."""
+    sections = [config[name] for name in (_BLOCK, _MARKOV) if config.get(name)]
+    if not sections:
+        return dict(config)
+    block = _joined(*sections) if len(sections) > 1 else dict(*sections)
+    outside = {new: block[name] for name, new in _RAISED.items() if name in block}
+    told = _joined(config, outside) | {_BLOCK: block}
+    told.pop(_MARKOV, None)
     return told
+
+
+def _joined(first: Config, second: Config) -> dict[str, Any]:
+    """Return the settings of both; raise ValueError for one that has two values."""
+    given = {name: value for name, value in second.items() if value is not None}
+    for name in sorted(given):
+        if first.get(name) not in (None, given[name]):
+            raise ValueError(
+                f"{name} of the configuration is {first[name]!r} in one section and "
+                f"{given[name]!r} in another. Write the value that the head was trained with in "
+                "both."
+            )
+    return {**first, **given}
 
 
 def _saved(config: Config, tensors: Collection[str]) -> dict[str, Any]:
@@ -204,7 +276,7 @@ def _flattened(config: Config) -> dict[str, Any]:
         return told
     told |= {name: config[name] for name in own if config.get(name) is not None}
     told |= _of_eagle3(config, told) if kind == "eagle3" else _of_blocks(config, told)
-    known = {*_COMMON, *own, *_nested(config), *_READ}
+    known = known_fields(kind)
     if unknown := sorted(name for name in config if name not in known and config[name]):
         told[UNKNOWN] = unknown
     return told
@@ -224,9 +296,9 @@ def _layer(told: Config) -> dict[str, Any]:
     return {name: value for name, value in whole.items() if value is not None}
 
 
-def _nested(config: Config) -> tuple[str, ...]:
+def _nested(kind: str) -> tuple[str, ...]:
     """Return the settings of a block head that SGLang has in its `dflash_config`."""
-    return SELECTOR if config[SPECULATORS] == "dflash2" else ()
+    return SELECTOR if kind == "dflash2" else ()
 
 
 def _of_eagle3(config: Config, told: Config) -> dict[str, Any]:
@@ -244,12 +316,12 @@ def _of_blocks(config: Config, told: Config) -> dict[str, Any]:
     """Return the settings of a block head that have other names in SGLang's."""
     # Files of before the key existed draft from the masks alone, DSpark's too (speculators#760).
     found: dict[str, Any] = {"sample_from_anchor": bool(config.get("sample_from_anchor"))}
-    block = {name: config[name] for name in _nested(config) if name in config}
+    block = {name: config[name] for name in _nested(config[SPECULATORS]) if name in config}
     if (layers := config.get(_SPECULATORS_LAYERS)) is not None:
         block[BLOCK_LAYERS] = [layer - 1 for layer in layers]
     if config.get("mask_token_id") is not None:
         block["mask_token_id"] = config["mask_token_id"]
-    found["dflash_config"] = block
+    found[_BLOCK] = block
     # A window of W begins W before the last token there; in SGLang's classes W - 1 before a row.
     sees_block = config.get("sliding_window_non_causal", config[SPECULATORS] == "dflash2")
     if sees_block and "sliding_attention" in told.get("layer_types", ()):

@@ -105,10 +105,10 @@ def _dspark_sizes(config: Config) -> HeadSizes:
     if options.get("projector_type") == "dspark":
         del options["projector_type"]
     block = _sizes_of_block(options, from_anchor=True)
-    vocab_size, rank, width = numbers_of(config, "vocab_size", "markov_rank", "hidden_size")
-    rows = config.get("draft_vocab_size") or vocab_size
+    vocab_size, rank, width = numbers_of(options, "vocab_size", "markov_rank", "hidden_size")
+    rows = options.get("draft_vocab_size") or vocab_size
     layers = {"gated": rank * (width + rank), "rnn": 3 * rank * (width + 2 * rank)}
-    more = layers.get(config.get("markov_head_type") or "", 0)
+    more = layers.get(options.get("markov_head_type") or "", 0)
     return block._replace(step_parameters=rows * rank + more, table_parameters=vocab_size * rank)
 
 
@@ -235,3 +235,19 @@ def kind_of(architecture: str) -> Kind:
     """Return the kind of a draft whose configuration names this class."""
     found = HEADS.get(architecture)
     return "model" if found is None else found.kind
+
+
+def proposed_steps(config: Config) -> int | None:
+    """Return the K that a draft's configuration sets, if it does.
+
+    A `speculators` checkpoint says it; any other block drafts its columns in one pass.
+    """
+    if (told := formats.num_tokens(config)) is not None:
+        return told
+    found = type_of(config)
+    if found is None or found.sizes is None:
+        return None
+    try:
+        return found.sizes(config).max_steps
+    except ValueError:  # told by the checks of the draft
+        return None

@@ -96,18 +96,23 @@ def problems(config: Config, shapes: Shapes, read: Read) -> Iterator[str]:
     unread = [name for name in found if place(name) not in places]
     missing = [name for name in wanted if place(name) not in filled]
     if unread:
-        yield f"has {_several(unread, 'tensor')} that {architecture(config)} has no place for"
+        yield f"has {several(unread, 'tensor')} that {architecture(config)} has no place for"
     if missing:
-        yield f"lacks {_several(missing, 'tensor')} that {architecture(config)} computes with"
+        yield f"lacks {several(missing, 'tensor')} that {architecture(config)} computes with"
     if not packed:
-        wrong = [
-            f"{name} of {list(shape)} instead of {list(every[name])}"
-            for name, shape in found.items()
-            if every.get(name) and shape and shape != every[name]
-        ]
-        if wrong:
-            yield f"has {_several(wrong, 'tensor')}"
+        yield from misshapen(found, every)
     yield from _vocabulary_problems(config, shapes, read)
+
+
+def misshapen(found: Shapes, wanted: Shapes) -> Iterator[str]:
+    """Yield the tensors that have another shape than wanted; () is any."""
+    wrong = [
+        f"{name} of {list(shape)} instead of {list(wanted[name])}"
+        for name, shape in found.items()
+        if wanted.get(name) and shape and shape != wanted[name]
+    ]
+    if wrong:
+        yield f"has {several(wrong, 'tensor')}"
 
 
 def expected(config: Config) -> Shapes | None:
@@ -131,12 +136,13 @@ def _given(shapes: Shapes) -> Shapes:
     found: Shapes = {}
     for name, shape in shapes.items():
         own = renamed(name)
-        parts = next(((old, new) for old, new in _FUSED.items() if old in own), None)
-        if parts is None:
-            found[own] = shape
-        else:
-            found |= {own.replace(parts[0], part): () for part in parts[1]}
+        found |= dict.fromkeys(parts_of(own), ()) or {own: shape}
     return found
+
+
+def parts_of(name: str) -> list[str]:
+    """Return the names of a fused tensor's parts; none for another tensor."""
+    return [name.replace(old, part) for old, new in _FUSED.items() if old in name for part in new]
 
 
 def renamed(name: str) -> str:
@@ -194,10 +200,10 @@ def _of_block(config: Config) -> Shapes:
     if architecture(config) == LILICORR:
         found |= _of_lattice(block) | _of_convolutions(block)
     if architecture(config) in DSPARKS:
-        rank, rows = numbers_of(config, "markov_rank", "vocab_size")
+        rank, rows = numbers_of(block, "markov_rank", "vocab_size")
         found["markov_head.markov_w1.weight"] = (rows, rank)
         found["markov_head.markov_w2.weight"] = (config.get("draft_vocab_size") or rows, rank)
-        found |= _of_markov(config, rank)
+        found |= _of_markov(block, rank)
     if config.get(OWN_LM_HEAD) or is_reduced(config):
         rows = config.get("draft_vocab_size") or config["vocab_size"]
         found["lm_head.weight"] = (rows, sizes.hidden)
@@ -385,7 +391,8 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
-def _several(names: list[str], what: str) -> str:
+def several(names: list[str], what: str) -> str:
+    """Return names after what they are, the first of them."""
     shown = ", ".join(names[:_MOST_NAMED])
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return f"{'a ' if len(names) == 1 else ''}{what}{'s' * (len(names) > 1)} {shown}{more}"

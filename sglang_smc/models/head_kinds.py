@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 
-from sglang_smc.drafts import checkpoint, formats, kinds, weights
+from sglang_smc.drafts import checkpoint, formats, kinds, language_models, sizes, weights
 from sglang_smc.drafts.weights import is_reduced
 from sglang_smc.models import draft_config
 from sglang_smc.operator_code import at, load_class
-from sglang_smc.options.server import flag_of
+from sglang_smc.options.server import SMCConfig, flag_of
 
 # Unsupported heads, by a part of their architecture's name; the first that is found counts.
 _OTHER_HEADS = {
     "Gemma4Assistant": "a Gemma 4 assistant, which attends to the target's own KV",
     "Gemma4UnifiedAssistant": "a Gemma 4 assistant, which attends to the target's own KV",
     "LiLiCorr": "a LiLiCorr head of a class that is not supported",
-    "PEagle": "a P-EAGLE head, which drafts several tokens a pass from masks",
+    "PEagle": formats.P_EAGLE,
     "XPress": "an XPress head, of a kind that is not supported",
     "Eagle3": "an EAGLE-3 head of a class that is not supported",
     "Eagle": "an EAGLE head of a class that is not supported",
@@ -34,12 +34,20 @@ _OTHER_HEADS = {
     "Draft": "a draft of a kind that is not supported",
     "Assistant": "a draft of a kind that is not supported",
 }
-# Unsupported heads by the type that `speculators` gives them.
-_OTHER_TYPES = {
-    "peagle": _OTHER_HEADS["PEagle"],
-    "xpress": _OTHER_HEADS["XPress"],
-    "mtp": "an MTP layer in the format of speculators, which SGLang has no class for",
-}
+
+_OTHER_CLASS = (
+    f"allowed: a language model, a head of {', '.join(kinds.HEADS)}, or an MTP layer of this "
+    "target. Choose another draft."
+)
+_OTHER_SETTING = (
+    "allowed: settings that are read. Take out of config.json what concerns training alone; with "
+    "another choose another draft."
+)
+_FIT = "allowed: a head that fits this target and these settings. Or choose another draft."
+_WHOLE = (
+    "allowed: the weights that its config.json describes, all of them. Download both anew, or "
+    "choose another draft."
+)
 
 
 def kind_of(config: ModelConfig) -> kinds.Kind:
@@ -110,11 +118,23 @@ def reads_states(server_args: Any) -> bool:
     return is_head or (place.path == server_args.model_path and has_mtp(place))
 
 
-def proposed_tokens(server_args: Any) -> int | None:
-    """Return the K that a draft's checkpoint proposes, if it does; see `formats.num_tokens`."""
-    if server_args.speculative_draft_model_path is None:
-        return None
-    return formats.num_tokens(_config_at(Place.of_draft(server_args)).to_dict())
+def sizes_for(view: Any, target: ModelConfig, config: SMCConfig) -> sizes.Chosen:
+    """Return the N and K of a server with these resolved arguments that is given none."""
+    is_mixture = sizes.is_mixture(target.hf_config.to_dict())
+    return sizes.choose(*_draft_of(view), config, is_mixture=is_mixture)
+
+
+def _draft_of(view: Any) -> tuple[str, formats.Config | None]:
+    """Return the kind of a server's draft, a key of `sizes.ROWS`, and its configuration if any."""
+    if view.speculative_smc_draft_class is not None:
+        return sizes.OWN, None
+    if view.speculative_draft_model_path is None:
+        return sizes.NGRAM, None
+    place = Place.of_draft(view)
+    if place.path == view.model_path and has_mtp(place):
+        return "mtp", None
+    config = _config_at(place)
+    return kinds.kind_of(_named(config)), config.to_dict()
 
 
 def knows_all(server_args: Any) -> bool:
@@ -140,48 +160,112 @@ def _named(config: Any) -> str:
     return (config.architectures or [""])[0]
 
 
+class Misfit(NamedTuple):
+    """What in a draft's checkpoint does not fit a server: a phrase that follows its path.
+
+    One that ends with a full stop says itself what to do.
+    """
+
+    what: str
+    cure: str = ""  # empty where the phrase says what to do
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.cure}" if self.cure and self.what[-1] != "." else self.what
+
+
 def head_problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
-    """Yield what in a draft's checkpoint does not fit a server, as phrases that follow its path."""
+    """Yield what `draft_problems` does, without what to do."""
+    yield from (one.what for one in draft_problems(config, target, num_steps))
+
+
+def draft_problems(
+    config: ModelConfig, target: ModelConfig, num_steps: int, *, has_files: bool = True
+) -> Iterator[Misfit]:
+    """Yield what of a draft, a language model or a head, does not fit a server.
+
+    Args:
+        has_files: whether its weights are loaded from its files.
+    """
+    if found := [*_class_problems(config)]:
+        yield from (Misfit(what, _OTHER_CLASS) for what in found)
+        return
+    if kind_of(config) != "model":
+        if unknown := config.hf_config.to_dict().get(formats.UNKNOWN):
+            what = f"sets {', '.join(unknown)} in its config.json, which nothing here reads"
+            yield Misfit(what, _OTHER_SETTING)
+        drafter = drafter_of(config)
+        yield from (Misfit(what, _FIT) for what in drafter.problems(config, target, num_steps))
+        misfits = [*_width_problems(config, target), *_layer_problems(drafter, config, target)]
+        if misfits:
+            yield from (Misfit(what, _FIT) for what in misfits)
+            return
+    if has_files:
+        yield from _weight_problems(config, target)
+
+
+def _class_problems(config: ModelConfig) -> Iterator[str]:
+    """Yield what a draft is, if it is a head of no class that can be run."""
     name = architecture_of(config)
     told = config.hf_config.to_dict()
     if (type_of := told.get(formats.SPECULATORS)) and type_of not in formats.CLASSES:
-        what = _OTHER_TYPES.get(type_of, "a head of an unknown type")
+        what = formats.OTHER_TYPES.get(type_of, "a head of an unknown type")
         yield f"is {what} ({formats.SPECULATORS} is {type_of!r})"
-        return
-    if name not in kinds.HEADS:
+    elif name not in kinds.HEADS:
         other = next((what for part, what in _OTHER_HEADS.items() if part in name), None)
         if other is not None:
             yield f"is {other} ({name})"
         elif "draft_vocab_size" in told:
             yield (
-                f"is an EAGLE-3 head that names {name} in its config.json: write {formats.EAGLE3} "
-                "there"
+                f"is an EAGLE-3 head that names {name} in its config.json. Write {formats.EAGLE3} "
+                "there."
             )
-        return
-    if unknown := told.get(formats.UNKNOWN):
-        yield f"sets {', '.join(unknown)} in its config.json, which nothing here reads"
-    drafter = drafter_of(config)
-    yield from drafter.problems(config, target, num_steps)
-    if misfits := [*_width_problems(config, target), *_layer_problems(drafter, config, target)]:
-        yield from misfits
-        return
-    yield from _tensor_problems(config, target)
 
 
-def _tensor_problems(config: ModelConfig, target: ModelConfig) -> Iterator[str]:
-    """Yield what of a checkpoint would not be computed with, by its files."""
+def _weight_problems(config: ModelConfig, target: ModelConfig) -> Iterator[Misfit]:
+    """Yield what of a draft's weights would not be loaded or computed with, by their files.
+
+    Nothing is told of a Hugging Face id that is not downloaded yet, or in part; nor of a folder
+    without weights where the target is one, too: such a pair is planned for.
+    """
+    is_folder = Path(config.model_path).is_dir()
     try:
         folder = checkpoint.folder_of(config.model_path, config.revision)
+    except (OSError, ValueError):
+        return
+    if not checkpoint.has_weights(folder):
+        if is_folder and _has_weights(target):
+            yield Misfit(f"has no weights, {' or '.join(checkpoint.PATTERNS)}", _WHOLE)
+        return
+    if not is_folder and checkpoint.absent_from(folder):
+        return
+    try:
         shapes = checkpoint.shapes_in(folder)
-    except (OSError, ValueError):  # told as the weights are loaded
+    except ValueError as error:
+        yield Misfit(f"has weights that cannot be loaded: {error}")
         return
-    if not shapes:
-        return
+    if shapes and kind_of(config) == "model":
+        packed = checkpoint.is_quantized(folder, config.hf_config.to_dict(), shapes)
+        named = architecture_of(config)
+        found = language_models.problems(config.hf_config, named, shapes, packed)
+        yield from (Misfit(what, _WHOLE) for what in found)
+    elif shapes:
+        found = _head_weight_problems(config, target, folder, shapes)
+        yield from (Misfit(what, _WHOLE) for what in found)
+
+
+def _head_weight_problems(
+    config: ModelConfig, target: ModelConfig, folder: Path, shapes: checkpoint.Shapes
+) -> Iterator[str]:
     told = config.hf_config.to_dict()
     yield from weights.problems(told, shapes, partial(checkpoint.tensor_in, folder))
     name = next((name for name in shapes if name.endswith("embed_tokens.weight")), None)
     if kind_of(config) == "dflash" and name and not _is_targets(folder, name, target):
         yield f"has {name} of its own, which is not the target's; block heads embed by the target's"
+
+
+def _has_weights(config: ModelConfig) -> bool:
+    path = Path(config.model_path)
+    return not path.is_dir() or checkpoint.has_weights(path)
 
 
 def _is_targets(folder: Path, name: str, target: ModelConfig) -> bool:

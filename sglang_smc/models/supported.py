@@ -20,7 +20,6 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_smc.drafts.kinds import HEADS
 from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models.draft_config import trained_length
 from sglang_smc.models.softmax import Heads
@@ -44,6 +43,9 @@ _FAMILIES = (
     "Llama, Qwen2 and Qwen3, Mistral, Gemma 2 and 3, Phi-3 and Phi-4, Granite, OLMo 2 and Command "
     "R are among those that run (docs/support.md has all)"
 )
+
+# Formats of weights, --load-format, whose names and shapes are read before they are loaded.
+_HEADERS_READ = ("auto", "safetensors")
 
 # Dtypes of a KV cache. 8-bit keys and values are stored divided by their layer's scales.
 _PLAIN_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -100,18 +102,23 @@ _UNSERVED = (
 )
 
 
+def target_refusals(server_args: Arguments) -> list[str]:
+    """Return a sentence for each property of the target that no other setting would mend."""
+    return [
+        f"--model-path {server_args.model_path} has {kind}; {_ALLOWED}. {_FAMILIES}. To serve this "
+        "one, leave out --speculative-algorithm SMC with its flags, or pass one of SGLang's own."
+        for kind in _kinds(model_config_of(server_args))
+    ]
+
+
 def model_problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
-    """Return a sentence for everything about target and draft that SMC cannot run.
+    """Return a sentence for everything else about target and draft that SMC cannot run.
 
     Args:
         widest_heads: the largest supported head dimension; None for any.
     """
     target = model_config_of(server_args)
-    found = [
-        f"--model-path {server_args.model_path} has {kind}; {_ALLOWED}. {_FAMILIES}. To serve this "
-        "one, leave out --speculative-algorithm SMC with its flags, or pass one of SGLang's own."
-        for kind in _kinds(target)
-    ] + _head_problems("--model-path", server_args.model_path, target, widest_heads)
+    found = _head_problems("--model-path", server_args.model_path, target, widest_heads)
     found += _state_problems(server_args, target)
     found += _image_problems(server_args, target)
     found += _transfer_problems(server_args, target)
@@ -129,18 +136,11 @@ def model_problems(server_args: Arguments, widest_heads: int | None) -> list[str
             f"than tokens. Pass --context-length {longest}, or choose another draft."
         )
     num_steps = server_args.speculative_num_steps or DEFAULTS.num_steps
-    allowed = (
-        "allowed: a head that fits this target, with all of its weights. Download it anew, or "
-        "choose another draft."
-    )
-    if kinds.kind_of(config) == "model":
-        allowed = (
-            f"allowed: a language model, a head of {', '.join(HEADS)}, or an MTP layer of "
-            "this target. Choose another draft."
-        )
+    view = resolved_view(server_args)
+    has_files = (view.speculative_draft_load_format or view.load_format) in _HEADERS_READ
     found += [
-        f"{flag} {draft} {what}; {allowed}"
-        for what in kinds.head_problems(config, target, num_steps)
+        f"{flag} {draft} {problem}"
+        for problem in kinds.draft_problems(config, target, num_steps, has_files=has_files)
     ]
     if kinds.kind_of(config) == "model":
         found += [

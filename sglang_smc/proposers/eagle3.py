@@ -175,7 +175,7 @@ class EagleHead(DraftProposer):
         told = config.hf_config.to_dict()
         if architecture_of(config) == kinds.EAGLE[0] and told.get("bias"):
             yield (
-                "has bias in its config.json, of which SGLang makes biases of attention: remove it"
+                "has bias in its config.json, of which SGLang makes biases of attention. Remove it."
             )
         elif is_tied(config) and not is_tied(target):
             yield "ties its LM head to its embedding (tie_word_embeddings), and the target has two"

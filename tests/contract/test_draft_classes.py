@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transformers import LlamaConfig
 
 from sglang_smc.drafts.kinds import HEADS
-from sglang_smc.models.head_kinds import head_problems
+from sglang_smc.models.head_kinds import draft_problems
 from sglang_smc.upstream import IS_NEWEST
 
 MODELS = Path(str((find_spec("sglang") or SimpleNamespace(origin="")).origin)).parent / "srt/models"
@@ -47,7 +48,8 @@ def entries() -> Iterator[tuple[str, str]]:
 
 def refusal(name: str) -> str:
     config = SimpleNamespace(hf_config=LlamaConfig(architectures=[name]))
-    return "".join(head_problems(*(config, config), num_steps=4))  # pyright: ignore
+    found: Any = draft_problems(*(config, config), 4, has_files=False)  # pyright: ignore
+    return "".join(map(str, found))
 
 
 @pytest.mark.skipif(not IS_NEWEST, reason="older releases have fewer classes")

@@ -50,7 +50,7 @@ RANGES: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
     "draft_temperature": ("a finite number >= 1e-06", (1e-7, 0, INF, [1.0]), (1e-6, None)),
     "ngram_matches": ("True or False", (1, "yes"), (False,)),
     "max_lag": ("an integer >= 1", (0,), (1,)),
-    "adaptive": ("True or False", (1, "yes"), (True,)),
+    "adaptive": ("auto, on, off", (True, "yes"), ("auto", "on", "off")),
 }
 
 #: Settings that do not go together, and what is said of it.
@@ -349,10 +349,25 @@ if "minicpm3" in CONFIG_MAPPING:  # the oldest SGLang comes with a transformers 
 
 
 def saved(folder: Path, arch: str, **config: Any) -> dict[str, str]:
-    """Write a model's configuration; return the argument that makes it the draft."""
+    """Write a model's configuration; return what makes it the draft, without weights."""
     told = {"architectures": [arch], "max_position_embeddings": 256, **config}
     (folder / "config.json").write_text(json.dumps(told))
-    return {"speculative_draft_model_path": str(folder)}
+    return {"speculative_draft_model_path": str(folder), "speculative_draft_load_format": "dummy"}
+
+
+def test_a_draft_model_without_weights_is_refused(smc: dict, tmp_path: Path) -> None:
+    """By flag, folder and tensor, before the target is loaded; with dummy weights it is taken."""
+    draft = str(shutil.copytree(PAIR / "draft", tmp_path / "draft"))
+    given = smc | {"model_path": str(PAIR / "target"), "speculative_draft_model_path": draft}
+    config = json.loads(Path(draft, "config.json").read_text()) | {"num_hidden_layers": 9}
+    Path(draft, "config.json").write_text(json.dumps(config))
+    told = f"--speculative-draft-model-path {draft} lacks tensors layers"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        resolve(**given)
+    Path(draft, "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=re.escape(f"{draft} has no weights, *.safetensors or")):
+        resolve(**given)
+    resolve(**given | {"speculative_draft_load_format": "dummy"})
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -13,7 +13,7 @@ from baselines import cpu_speculation
 from contract import planted
 from contract.planted import NEWER, OLDER, PROJECT, broken, found_in, write
 from contract.upstream import __main__ as command
-from contract.upstream import ours, release
+from contract.upstream import ours, release, speculators
 from contract.upstream.__main__ import everything, report
 from contract.upstream.check import SERVER_ARGS, findings
 from contract.upstream.sglang import Tree
@@ -138,6 +138,7 @@ def test_all_supported_releases_are_compared(
     asked = everything(upstream.release())
     monkeypatch.setattr(command, "findings", lambda tree, *_: roots.append(tree.root) or [])
     monkeypatch.setattr(command, "everything", lambda version: asked)
+    monkeypatch.setattr(speculators, "RELEASES", ())
     monkeypatch.setattr(release, "installed", lambda: tmp_path)
     monkeypatch.setattr(release.subprocess, "run", pip)
     monkeypatch.setattr(sys, "argv", ["upstream"])
@@ -153,6 +154,58 @@ def test_all_supported_releases_are_compared(
     assert f"SGLang 0.1.0, in {tmp_path}" in said
     assert "SGLang 0.5.99 was not compared: pip could not download sglang==0.5.99" in said
     assert gc.isenabled()  # the command alone stops collections, at the end of its process
+
+
+HEADS = """
+    class VerifierConfig:
+        name_or_path: str
+    class SpeculatorsConfig:
+        algorithm: str
+    class GreedyTokenProposalConfig:
+        proposal_type: str
+    @SpeculatorModelConfig.register("eagle3")
+    class Eagle3SpeculatorConfig(SpeculatorModelConfig):
+        draft_vocab_size: int = 32000
+    @SpeculatorModelConfig.register("dflash")
+    class DFlashSpeculatorConfig(SpeculatorModelConfig):
+        max_anchors: int = 256
+        model_type: ClassVar[str] = ""
+    @SpeculatorModelConfig.register("dspark")
+    class DSparkSpeculatorConfig(DFlashSpeculatorConfig):
+        markov_rank: int
+"""
+MARKOV = "markov_rank: int"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (MARKOV, MARKOV, None),
+        (MARKOV, "markov_size: int", "DSparkSpeculatorConfig.markov_size: read it, or say"),
+        ("model_type: ClassVar[str]", "kind: str", "DSparkSpeculatorConfig.kind: read it"),
+        ("algorithm: str", "rule: str", "SpeculatorsConfig.rule: read it"),
+        ('"dspark"', '"dspark9"', "say in OTHER_TYPES what heads of dspark9 are"),
+        ("VerifierConfig", "TargetConfig", "VerifierConfig is in no class"),
+        ('register("dflash")', 'enter("dflash")', "dflash is in no class"),
+    ],
+)
+def test_each_field_of_a_head_is_judged(
+    tmp_path: Path, old: str, new: str, expected: str | None
+) -> None:
+    """Red where a release has a key, inherited or within another, that nobody has looked at."""
+    write(tmp_path / "speculators", {"config.py": HEADS.replace(old, new)})
+    found = speculators.findings(tmp_path)
+    assert any(expected in line for line in found) if expected else found == []
+
+
+def test_an_offline_machine_is_told_what_is_not_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    failed = subprocess.CompletedProcess([], returncode=1)
+    monkeypatch.setattr(release.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert speculators.differs("0.0.9")
+    assert "speculators 0.0.9 was not compared: pip could not" in capsys.readouterr().out
 
 
 def test_every_hook_has_a_text_for_sglang() -> None:

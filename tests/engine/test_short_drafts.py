@@ -1,4 +1,4 @@
-"""Drafts for shorter texts, saved in another dtype, beside the shipped target: texts stay as is."""
+"""Drafts for shorter texts, in another dtype, beside the shipped target: texts stay its own."""
 
 import json
 import math

@@ -120,6 +120,64 @@ def test_eagles_authors_class_is_that_of_heads(tmp_path: Path) -> None:
     assert problems(tmp_path) == []
 
 
+def nested(*sections: str, **more: Any) -> dict[str, Any]:
+    """Return the shipped DSpark head's configuration with the Markov head's in sections."""
+    config, _ = read(DSPARK)
+    markov = {name: config.pop(name) for name in ("markov_rank", "markov_head_type")}
+    for name in sections:
+        config[name] = config.get(name, {}) | markov
+    return config | {"architectures": ["DSparkDraftModel"]} | more
+
+
+@pytest.mark.parametrize("sections", [("dflash_config",), ("dspark_config",)])
+def test_a_markov_head_is_read_within_its_section(sections: tuple[str], tmp_path: Path) -> None:
+    """SpecForge writes it so, and SGLang's class reads the settings outside."""
+    config = nested(*sections)
+    config["dflash_config"] |= {"projector_type": "dspark", "sample_from_anchor": False}
+    write(tmp_path, config, read(DSPARK)[1])
+    assert problems(tmp_path) == []
+    told = opened(tmp_path).hf_config.to_dict()
+    assert (told["markov_rank"], told["sample_from_anchor"]) == (64, False)
+    assert "dspark_config" not in told and formats.normalized(told) == told
+    assert HEADS["DSparkDraftModel"].sizes(config) == HEADS["DSparkDraftModel"].sizes(told)  # pyright: ignore[reportOptionalCall]
+
+
+def test_a_setting_has_one_value() -> None:
+    with pytest.raises(ValueError, match="markov_rank of the configuration is 9 in one section"):
+        formats.normalized(nested("dflash_config", markov_rank=9))
+    assert formats.normalized(nested("dflash_config", markov_rank=64))["markov_rank"] == 64
+
+
+VLLM = ["Eagle3LlamaForCausalLM", "Eagle3Qwen3vlForCausalLM"]
+
+
+@pytest.mark.parametrize("name", VLLM)
+def test_vllms_class_of_eagle3_is_sglangs(name: str, tmp_path: Path) -> None:
+    config, tensors = read(EAGLE3)
+    write(tmp_path, config | {"architectures": [name]}, tensors)
+    assert problems(tmp_path) == [] and kinds.kind_of(opened(tmp_path)) == "eagle3"
+
+
+def test_specforges_domino_is_a_block_with_a_projector() -> None:
+    config, _ = read(DFLASH)
+    told = formats.normalized(config | {"architectures": ["DominoDraftModel"]})
+    assert kinds.drafter_of(SimpleNamespace(hf_config=LlamaConfig(**told))) is DominoHead  # pyright: ignore[reportArgumentType]
+
+
+def test_a_block_is_causal_where_vllm_says_so() -> None:
+    config, _ = read(DFLASH)
+    for causal in (True, False):
+        config["dflash_config"]["causal"] = causal
+        assert formats.normalized(config)["is_causal"] is causal
+
+
+@pytest.mark.parametrize("head", [EAGLE3, DFLASH, DSPARK], ids=lambda head: head.name)
+def test_what_concerns_training_is_no_setting(head: Path, tmp_path: Path) -> None:
+    """Releases 0.5 and 0.6 save the first."""
+    rewrite(head, tmp_path, max_anchors=3072, embed_requires_grad=True)
+    assert problems(tmp_path) == []
+
+
 def test_another_file_is_read_in_place_of_config_json(tmp_path: Path) -> None:
     """Of `--decrypted-draft-config-file`, as stock SGLang does."""
     config, tensors = read(EAGLE3)

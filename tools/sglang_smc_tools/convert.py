@@ -127,7 +127,11 @@ def _checked(source: Path) -> tuple[dict[str, Any], list[str]]:
     if not shapes:
         raise ValueError(f"{source} has no weights, *.safetensors or *.bin. Download them.")
     found = [*weights.problems(told, shapes, partial(checkpoint.tensor_in, source))]
-    found += [f"sets {name}, which nothing here reads" for name in told.get(formats.UNKNOWN, ())]
+    found += [
+        f"sets {name}, which nothing here reads: take it out of config.json if it concerns "
+        "training alone"
+        for name in told.get(formats.UNKNOWN, ())
+    ]
     return told, found
 
 

@@ -2,7 +2,8 @@
 
     PYTHONPATH=tests python3 -m contract.upstream 0.5.23
 
-Without a version, on all that are supported. What this interpreter has installed is read where it
+Without a version, on all that are supported, and with the releases of speculators that heads are
+read of. What this interpreter has installed is read where it
 is, any other release from its wheel, downloaded unless it is in the cache; neither SGLang nor torch
 is imported. A folder that holds `sglang/` may stand in a version's place. Status 1 where something
 differs, or was not compared.
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from itertools import groupby
 
-from contract.upstream import ours, release
+from contract.upstream import ours, release, speculators
 from contract.upstream.check import Asked, Finding, findings
 from contract.upstream.judged import FIELDS, MAY_KEEP_TABLE, METHODS
 from contract.upstream.relied import symbols
@@ -47,6 +48,8 @@ def main() -> int:
         except release.NoWheelError as error:
             print(f"SGLang {name} was not compared: {error}\n")
     differ = [compare(name, tree) for name, tree in trees.items()]
+    if not given:
+        differ += [speculators.differs(name) for name in speculators.RELEASES]
     return int(any(differ) or len(trees) < len(given or release.supported()))
 
 

@@ -82,6 +82,11 @@ def unpacked(version: str) -> Path:
     return _downloaded(f"sglang=={version}", cache() / version, *_OF_ANY_MACHINE)
 
 
+def unpacked_of(package: str, version: str) -> Path:
+    """The folder with another package's release, downloaded the first time, or NoWheelError."""
+    return _downloaded(f"{package}=={version}", cache() / f"{package}-{version}")
+
+
 def triton_of(version: str) -> Path | None:
     """The folder with the Triton that a release brings; None for this interpreter's.
 
