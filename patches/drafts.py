@@ -105,6 +105,7 @@ def leave_overrides_to_target(
     model_path: str | None = None,
     model_revision: str | None = None,
     is_draft_model: bool = False,
+    context_length: int | None = None,
     **more: Any,
 ) -> ModelConfig:
     """Override the target's configuration alone, from which an MTP layer of its own is read, too.
@@ -116,4 +117,5 @@ def leave_overrides_to_target(
         is_targets = model_path in (None, upstream.resolved(server_args).model_path)
         own = {"json_model_override_args": told if is_targets else "{}"}
         server_args = upstream.ReplacedArguments(server_args, **own)
-    return original(server_args, model_path, model_revision, is_draft_model, **more)
+    more |= {"is_draft_model": is_draft_model, "context_length": context_length}
+    return original(server_args, model_path, model_revision, **more)

@@ -94,14 +94,15 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # As torch copies host pools; SGLang's defaults are for kernels.
         server_args.hicache_io_backend = "direct"
         server_args.hicache_mem_layout = "layer_first"
-        if server_args.dtype == "auto" and os.environ.get(AUTO_DTYPE_ENV) != "1":
-            server_args.dtype = default_dtype()
+        dtype = default_dtype() if server_args.dtype == "auto" else str(server_args.dtype)
+        if os.environ.get(AUTO_DTYPE_ENV) != "1":
+            server_args.dtype = dtype
         if server_args.max_total_tokens is None and server_args.mem_fraction_static is None:
             server_args.max_total_tokens = MAX_TOTAL_TOKENS
         if server_args.mem_fraction_static is None:
             server_args.mem_fraction_static = MEM_FRACTION
         threads.set_default_environment(
-            tp_size=server_args.tp_size, dp_size=server_args.dp_size, dtype=str(server_args.dtype)
+            tp_size=server_args.tp_size, dp_size=server_args.dp_size, dtype=dtype
         )
 
     def init_backend(self) -> None:
