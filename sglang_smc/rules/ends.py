@@ -49,7 +49,7 @@ def _num_checked(req: Req, ids: Sequence[int], num_new: int) -> int:
     than those in which SGLang looks for it. It sees these once they come all at once.
     """
     params = req.sampling_params
-    if not params.stop_strs:
+    if not (params.stop_strs and num_new):
         return 1
     before = decoder_of(req)(ids[-num_new - params.stop_str_max_len : -1])
     return num_new if any(stop in before for stop in params.stop_strs) else 1

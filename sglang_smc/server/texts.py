@@ -20,7 +20,10 @@ class ParticleTexts(DetokenizerManager):
         server_args = resolved(manager.server_args)
         tokenizer: Any = manager.tokenizer
         self.tokenizer = tokenizer
-        self.vocab_size = len(tokenizer)
+        try:
+            self.vocab_size = len(tokenizer)
+        except TypeError:  # as SGLang's own has it
+            self.vocab_size = None
         self.decode_status = {}  # pyright: ignore[reportAttributeAccessIssue] -- all texts are whole
         self.disable_tokenizer_batch_decode = server_args.disable_tokenizer_batch_decode
         self.is_tool_call_parser_gpt_oss = server_args.tool_call_parser == "gpt-oss"
