@@ -33,7 +33,7 @@ def _declared(name: str) -> Any:
     setting = SETTINGS[name]
     allowed = setting.allowed
     several = {"action": "extend", "action_kwargs": {"nargs": "+"}} if allowed.kind is list else {}
-    bare = {} if setting.bare is None else {"nargs": "?", "const": setting.bare}
+    bare: dict[str, Any] = {} if setting.bare is None else {"nargs": "?", "const": setting.bare}
     flag = Arg(help=f"SMC only. {setting.help} ({values_of(name)}).", **several, **bare)
     kind: Any = list[str] if allowed.kind is list else allowed.kind
     return Annotated[kind | None, flag, NS("spec")]
@@ -141,7 +141,7 @@ def _refuse_flags_without_smc(server_args: Arguments) -> None:
         )
 
 
-def _post_init(self: ServerArgs) -> None:
+def _post_init(self: Any) -> None:
     super(SMCServerArgs, self).__post_init__()  # pyright: ignore[reportAttributeAccessIssue] -- a struct has one
     _refuse_flags_without_smc(self)
     if upstream.IS_NEWEST and is_smc(self) and self.speculative_eagle_topk is None:

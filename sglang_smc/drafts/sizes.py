@@ -160,7 +160,7 @@ def choose(
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def is_mixture(config: dict[str, Any]) -> bool:
+def is_mixture(config: Config) -> bool:
     """Return whether a target's config.json is of a mixture of experts."""
     text = config.get("text_config") or {}
     counts = [one.get(name) or 0 for one in (config, text) for name in _COUNTS]

@@ -121,11 +121,11 @@ def _kind_of(rope: dict[str, Any]) -> str:
 
 def _keep_frequencies(rope: dict[str, Any], original: int | None, longest: int) -> None:
     """Write down what SGLang would take from the number of positions, ``longest`` until now."""
-    original = rope.setdefault(_ORIGINAL, original or longest)
+    before = int(rope.setdefault(_ORIGINAL, original or longest))
     if _kind_of(rope) != "longrope":
         return
-    grown = longest / original
-    scale = math.sqrt(1 + math.log(grown) / math.log(original)) if grown > 1 else 1.0
+    grown = longest / before
+    scale = math.sqrt(1 + math.log(grown) / math.log(before)) if grown > 1 else 1.0
     for name in ("short_mscale", "long_mscale"):
         if rope.get(name) is None:
             rope[name] = scale

@@ -93,7 +93,7 @@ def _tried(given: list[str], check: Callable[[Any], None]) -> Verdict:
 
     beyond = None
     try:
-        server_args = prepare_server_args(given)
+        server_args: Any = prepare_server_args(given)
         check(server_args)
         longest = upstream.model_config_of(server_args).context_len
         if server_args.speculative_draft_model_path is not None:
