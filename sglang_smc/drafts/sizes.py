@@ -6,7 +6,7 @@ at any load, since it goes down from them alone; one that does not takes what pa
 This module imports no SGLang.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sglang_smc.drafts import formats, kinds
 from sglang_smc.drafts.formats import Config
