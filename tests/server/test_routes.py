@@ -120,7 +120,8 @@ def test_a_chat_s_preset_may_stand_in_its_template_s_arguments(server: Server, m
     told = answer["choices"][0]["meta_info"]
     assert (told["spec_smc_mode"], told["spec_smc_num_particles"]) == ("exact", 2)
     plain = server.post("/v1/chat/completions", **chat(model, "two")).json()
-    assert answer["usage"] == plain["usage"], "the template is shown the same"
+    lengths = [one["usage"]["prompt_tokens"] for one in (answer, plain)]
+    assert lengths[0] == lengths[1], "the template is shown the same"
     for other in (None, "exact"):
         refused = chat(model, other, chat_template_kwargs={"smc_preset": "exat"})
         found = server.post("/v1/chat/completions", **refused)
@@ -132,7 +133,7 @@ def test_particles_of_samples_end_as_their_choices_do(
     server: Server, model: str, route: str
 ) -> None:
     """Red if a particle keeps the stop string, or is another sample's."""
-    asked = ROUTES[route](model, "all-particles", n=2, stop=["e", "s "], temperature=1.2, **ON)
+    asked = ROUTES[route](model, "all-particles", n=2, stop=["e", "s "], **ON)
     for choice in server.post(route, **asked).json()["choices"]:
         particles = choice["meta_info"]["spec_smc_particles"]
         ends = [(one["text"], one["finish_reason"]["type"]) for one in particles]

@@ -258,7 +258,7 @@ class CheckpointRounds(ToyWorker):
 
     def answer(self, req: Any) -> Answer:
         output = list(req.output_ids)[: req.finished_len]
-        return Answer(output, state_of(req).meta_info(output))
+        return Answer(output, state_of(req).meta_info(output, None))
 
 
 def check(answers: list[dict[str, Any]], expected: list[Answer], *, tolerance: float = 1e-4) -> int:
