@@ -12,12 +12,10 @@ END = "<!-- end of drafts -->"
 
 def drafts_page() -> str:
     """Return the table of drafts that run, and below those that do not."""
-    head = ("target", "draft", "its format", "N", "K")
-    lines = [head, ["---"] * 3 + ["---:"] * 2]
+    head = ("target", "draft", "its format", "its configuration")
+    lines = [head, ["---"] * 4]
     lines += [
-        (one.target, linked(one), code(one.format), str(one.num_particles), one.steps)
-        for one in ROWS
-        if one.runs
+        (one.target, linked(one), code(one.format), one.configuration) for one in ROWS if one.runs
     ]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     others = "\n".join(

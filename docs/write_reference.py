@@ -1,16 +1,19 @@
-"""Writes the tables of docs/reference.md from the settings; run it after a change of these."""
+"""Writes the tables of settings, and of N and K by draft; run it after a change of these."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from sglang_smc.drafts.sizes import MIXTURE, ROWS, WEIGHED, SizesRow
 from sglang_smc.options.request import KEYS, UP_TO_SERVER
 from sglang_smc.options.server import LONG_LAG, MODES, SETTINGS, Setting, flag_of, values_of
 
-PATH = Path(__file__).parent / "reference.md"
+FOLDER = Path(__file__).parent
 END = "<!-- end -->"
 #: Where pages have more of a flag, and of a key.
 MORE = {
+    "num_steps": "memory.md#which-n-and-k",
+    "num_particles": "memory.md#which-n-and-k",
     "mode": "algorithm.md#the-modes-as-one-dial",
     "proposal": "fidelity.md#verified-proposals",
     "power": "powers.md",
@@ -53,6 +56,22 @@ def keys() -> str:
     return table(("key", "values", "in modes alone"), rows)
 
 
+def sizes() -> str:
+    """Return the table of the N and K that a server chooses."""
+    others = {"mode `smc`": WEIGHED, "a mixture of experts, any draft": MIXTURE}
+    each = {row.draft: row for row in ROWS.values()} | others
+    rows = (
+        (name, str(row.num_particles), str(row.most_steps), str(row.steps), row.reason, source(row))
+        for name, row in each.items()
+    )
+    return table(("for", "N", "K, adapting", "K, fixed", "why", "measured in"), rows)
+
+
+def source(row: SizesRow) -> str:
+    files = row.source.split(", ")
+    return ", ".join(f"[{one.split('/')[0]}](../bench/results/{one})" for one in files)
+
+
 def allowed(name: str, key: Setting) -> str:
     if name in UP_TO_SERVER:
         words = f"an integer from {UP_TO_SERVER[name]} to the server's"
@@ -74,13 +93,20 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return re.sub(r"(?<!\[)'([\w-]+)'", r"`\1`", text)  # words are code on a page
 
 
-def written(page: str) -> str:
-    """Return the page with its tables as the settings are."""
-    for mark, rows in (("<!-- flags -->", flags()), ("<!-- keys -->", keys())):
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "reference.md": {"<!-- flags -->": flags, "<!-- keys -->": keys},
+    "memory.md": {"<!-- sizes -->": sizes},
+}
+
+
+def written(name: str, page: str) -> str:
+    """Return a page with its tables as the settings are."""
+    for mark, rows in PAGES[name].items():
         before, _, rest = page.partition(mark)
-        page = f"{before}{mark}\n\n{rows}\n\n{END}{rest.partition(END)[2]}"
+        page = f"{before}{mark}\n\n{rows()}\n\n{END}{rest.partition(END)[2]}"
     return page
 
 
 if __name__ == "__main__":
-    PATH.write_text(written(PATH.read_text()))
+    for name in PAGES:
+        (FOLDER / name).write_text(written(name, (FOLDER / name).read_text()))

@@ -42,7 +42,6 @@ SMC = {
     "speculative_smc_mode": "exact",
     "speculative_smc_num_particles": 4,
     "speculative_num_steps": 6,
-    "speculative_smc_adaptive": True,
 }
 METHODS: dict[str, dict[str, Any]] = {
     "AR": {},

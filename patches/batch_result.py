@@ -1,8 +1,9 @@
 """Make the scheduler wait for a round's result where rules need it, and record its statistics."""
 
 from collections.abc import Callable
+from functools import partial
 
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor,
@@ -13,6 +14,7 @@ from sglang_smc.process import is_smc
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.rules.registry import needs_host
 from sglang_smc.server.hooks import Hooks
+from sglang_smc.state.request import find_state
 
 PATCHES = Hooks()
 
@@ -62,3 +64,21 @@ def resolve_tokens(
     if not isinstance(result, SMCBatchResult):
         return original(processor, result, batch)
     return result.resolve(batch, lambda: original(processor, result, batch))
+
+
+@PATCHES.on(
+    "sglang.srt.managers.scheduler_components.batch_result_processor"
+    ".SchedulerBatchResultProcessor._maybe_update_reasoning_tokens",
+    "srt/managers/scheduler_components/batch_result_processor.py:1048 (before the look for an end)",
+    "srt/managers/schedule_batch.py:1555 (drops the answer from the cache where there are any)",
+    why="SGLang counts all tokens of a step as thoughts before it looks for the answer's end, and "
+    "a first token that may change as it is then.",
+    retire_when="SGLang counts thoughts up to the answer's end.",
+)
+def count_thoughts(
+    original: Callable, processor: SchedulerBatchResultProcessor, req: Req, tokens: int | list[int]
+) -> None:
+    """Count as SGLang does, and keep how, for `state.thoughts` to count once the end is known."""
+    original(processor, req, tokens)
+    if (state := find_state(req)) is not None:
+        state.count_thoughts = partial(original, processor)

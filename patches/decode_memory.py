@@ -39,7 +39,7 @@ PATCHES = Hooks()
 def prepare_for_decode(original: Callable, batch: ScheduleBatch) -> None:
     """Reserve each running request's arena instead of a window of 2 (K + 1) tokens.
 
-    With --speculative-smc-adaptive, choose N and K of the round after that.
+    Where the server adapts, choose N and K of the round after that.
     """
     config = active_config()
     if config is None:
@@ -62,11 +62,14 @@ def _adapt(batch: ScheduleBatch) -> None:
     It is called here alone: until the next round's reservation, predictions must not change.
     """
     policy = active.policy
-    configs = [state_of(req).config for req in batch.reqs]
-    widest = Budget(max(c.num_particles for c in configs), max(c.num_steps for c in configs))
-    if policy is None or widest == OFF:  # no request drafts
+    bounded = [req for req in batch.reqs if not state_of(req).config.keeps_sizes]
+    if policy is None or not bounded:
         return
-    num_tokens = sum(kv_of(req).kv_committed_len for req in batch.reqs)
+    configs = [state_of(req).config for req in bounded]
+    widest = Budget(max(c.num_particles for c in configs), max(c.num_steps for c in configs))
+    if widest == OFF:  # none of them drafts
+        return
+    num_tokens = sum(kv_of(req).kv_committed_len for req in bounded)
     policy.choose(
         len(configs),
         widest,

@@ -18,10 +18,11 @@ _COMPLETE = {"retire_when": "SGLang's class has these parts.", "why": _CLASSES}
     "sglang.srt.models.llama_eagle3.LlamaForCausalLMEagle3.__init__",
     "srt/models/llama_eagle3.py:98 (the residual is the state before hidden_norm)",
     "srt/models/llama.py:199 (queries and keys are rotated as they are)",
+    "srt/models/llama_eagle3.py:297 (windows are those of a flag, for all layers)",
     **_COMPLETE,
 )
 def make_eagle3(original: Callable, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-    """Give an EAGLE-3 head the norms that its configuration says it has."""
+    """Give an EAGLE-3 head the norms and windows that its configuration says it has."""
     original(self, config, *args, **kwargs)
     head_parts.complete_eagle3(self, config)
 

@@ -7,6 +7,9 @@ SGLang loads some checkpoints, given as a draft, for their extra layers alone (M
 read a target's hidden states. In SMC that holds for the target's own checkpoint, and for one that
 names the class of such a layer.
 
+A draft runs at the target's positions, however long the texts are that it was trained on, and by
+its own configuration, whatever `--json-model-override-args` makes of the target's.
+
 SGLang sizes the target's KV pool by the draft's configuration, before it builds a worker. So these
 hooks are installed earlier than those of `server.hooks.SMC`.
 """
@@ -16,6 +19,7 @@ from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
 
+from sglang_smc import upstream
 from sglang_smc.models import draft_config
 from sglang_smc.process import is_mtp_layer, is_smc
 from sglang_smc.server.hooks import Hooks
@@ -68,3 +72,50 @@ def count_own_layers(original: Callable, config: ModelConfig) -> None:
     original(config)
     if config.is_draft_model and is_smc(config) and not is_mtp_layer(config):
         config.num_nextn_predict_layers = None
+
+
+@PATCHES.on(
+    "sglang.srt.configs.model_config.ModelConfig._derive_context_length",
+    "srt/configs/model_config.py:1291 (refuses a draft of fewer positions than the target)",
+    "srt/utils/common.py:4999 (tables of rotations are extended to the context)",
+    why="SGLang refuses such a draft, or raises max_position_embeddings where an environment "
+    "variable says so, by which factors of some rotations change.",
+    retire_when="SGLang extends a draft's tables, and leaves its rotations as they were trained.",
+)
+def cover_context(original: Callable, config: ModelConfig, context_length: int | None) -> None:
+    """Extend the positions of a draft to the target's, with the rotations that it was trained on.
+
+    Without SMC, and for targets, nothing changes.
+    """
+    if config.is_draft_model and is_smc(config) and context_length is not None:
+        draft_config.extend_positions(config.hf_text_config, context_length)
+    original(config, context_length)
+
+
+@PATCHES.on(
+    "sglang.srt.configs.model_config.ModelConfig.from_server_args",
+    "srt/configs/model_config.py:924 (json_model_override_args, whatever model it is)",
+    why="SGLang overrides the draft's configuration by --json-model-override-args, too: YaRN for a "
+    "longer target would scale the rotations of a head that was not trained with it.",
+    retire_when="SGLang has overrides of a draft's configuration apart.",
+)
+def leave_overrides_to_target(
+    original: Callable,
+    server_args: upstream.Arguments,
+    model_path: str | None = None,
+    model_revision: str | None = None,
+    is_draft_model: bool = False,
+    context_length: int | None = None,
+    **more: Any,
+) -> ModelConfig:
+    """Override the target's configuration alone, from which an MTP layer of its own is read, too.
+
+    Without SMC nothing changes.
+    """
+    if is_draft_model and is_smc(server_args):
+        told = server_args.json_model_override_args
+        is_targets = model_path in (None, upstream.resolved(server_args).model_path)
+        own = {"json_model_override_args": told if is_targets else "{}"}
+        server_args = upstream.ReplacedArguments(server_args, **own)
+    more |= {"is_draft_model": is_draft_model, "context_length": context_length}
+    return original(server_args, model_path, model_revision, **more)

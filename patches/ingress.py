@@ -23,10 +23,10 @@ from sglang_smc.guard.validation import (
 )
 from sglang_smc.patches.weights import released
 from sglang_smc.process import config_of, is_smc
-from sglang_smc.server import lists, presets, refusals, routes, streams
+from sglang_smc.server import lists, presets, refusals, routes, streams, texts
 from sglang_smc.server.hooks import Hooks
 from sglang_smc.server.refusals import check_logprobs, check_request, check_trace
-from sglang_smc.state.metrics import META_PREFIX
+from sglang_smc.state.metrics import META_PREFIX, correct_proposed
 from sglang_smc.upstream import NEWER, OLDER, resolved
 
 PATCHES = Hooks()
@@ -222,12 +222,27 @@ def update_meta_info(
     for name in () if finish_reason is None else customized_info.keys() - others.keys():
         if (values := customized_info[name][index]) and _is_own(name, values[-1]):
             meta_info[name] = values[-1]
-    routes.add_texts(meta_info, manager.tokenizer)
+    texts.add_texts(meta_info, manager)
 
 
 def _is_own(name: str, value: Any) -> bool:
     """Return whether a field is the request's own: None stands where only others have it."""
     return value is not None or name == META_PREFIX + "log_evidence"
+
+
+@PATCHES.on(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
+    "srt/managers/tokenizer_manager.py:3156 (proposed: --speculative-num-steps in each round)",
+    why="SGLang counts drafts as proposed in rounds that draft none, or fewer than the server's K.",
+    retire_when="A request may carry its own number of proposed drafts.",
+    family=NEWER,
+)
+def count_proposed(
+    original: Callable, manager: TokenizerManager, meta_info: dict, recv_obj: Any, i: int
+) -> None:
+    """Count the tokens that a request's rounds have drafted as those proposed."""
+    original(manager, meta_info, recv_obj, i)
+    correct_proposed(meta_info)
 
 
 @PATCHES.on(
@@ -240,7 +255,10 @@ def _is_own(name: str, value: Any) -> bool:
 def add_meta_info(
     original: Callable, manager: TokenizerManager, meta_info: dict, recv_obj: Any, i: int
 ) -> None:
-    """Unwrap spec_smc_* in the final meta_info, which the oldest release has as lists."""
+    """Unwrap spec_smc_* in the final meta_info, which the oldest release has as lists.
+
+    Drafts that its rounds have not made are not counted as proposed.
+    """
     original(manager, meta_info, recv_obj, i)
     accumulated = manager.rid_to_state[recv_obj.rids[i]].customized_info_accumulated
     for name, values in list(accumulated.items()):
@@ -248,7 +266,8 @@ def add_meta_info(
             meta_info[name] = values[-1] if values else None
             if not _is_own(name, meta_info[name]):  # SGLang reads it again as it ends a stream
                 del meta_info[name], accumulated[name]
-    routes.add_texts(meta_info, manager.tokenizer)
+    correct_proposed(meta_info)
+    texts.add_texts(meta_info, manager)
 
 
 # SGLang sends the n samples of a request one after another, all with one object, in one task;

@@ -77,16 +77,18 @@ def _state(scheduler: Scheduler) -> dict[str, Any]:
     now = apply_budget(config, active.budget)
     names = (name for name in SERVER_ARGS_FIELDS if name != "evidence_threshold")
     table = active.memory
+    costs = None if active.policy is None else active.policy.costs
     threshold = finite(config.effective_evidence_threshold)  # None: verify all
     return {
         "settings": {name: getattr(config, name) for name in names}
         | {"evidence_threshold": threshold, "max_lag": config.lag},
+        "chosen": active.sizes,  # where these N and K come from
         # Smaller than the settings while the server adapts to its load.
         "in_force": {name: getattr(now, name) for name in ("mode", "num_particles", "num_steps")},
         "since_start": monitor.totals(),
         "fidelity": monitor.fidelity(),
         "memory": None if table is None else table.as_dict(),
-        "costs": None if active.policy is None else active.policy.costs.as_dict(),
+        "costs": None if costs is None else costs.as_dict(),
         "reason": None if active.policy is None else active.policy.reason,
         "draft_layers": None if active.layers is None else active.layers(),
         "running": _running(scheduler),

@@ -12,6 +12,7 @@ from sglang.srt.session.session_controller import Session
 
 from sglang_smc.guard import grammar_cache
 from sglang_smc.process import active, active_config
+from sglang_smc.round.result import count_emitted
 from sglang_smc.rules import registry
 from sglang_smc.rules.grammar import Grammar
 from sglang_smc.rules.stopping import StopTexts
@@ -21,6 +22,7 @@ from sglang_smc.state.metrics import Monitor
 from sglang_smc.state.request import RequestState, find_state
 from sglang_smc.state.stream import drop_sampled_logprobs, publish, rewind_stream
 from sglang_smc.state.texts import has_open_token
+from sglang_smc.state.thoughts import recount
 from sglang_smc.upstream import NEWER
 
 PATCHES = Hooks()
@@ -42,22 +44,28 @@ def update_finish_state(original: Callable, req: Req, new_accepted_len: int = 1)
     The look for an end is skipped where a round emitted no token, or one that may still change.
     The log-probability that SGLang counts as sent with no token is taken back. A request ends
     whose prefill found logits that mean nothing, or whose text a stop pattern matches, which SGLang
-    is not shown. Tokens and time between chunks of streams are measured. A finished request's
-    totals reach the streamer as customized_info.
+    is not shown. Thoughts are counted anew at the end. What rounds have emitted is counted, and
+    time between chunks of streams. A finished request's totals reach the streamer as
+    customized_info.
     """
     state = find_state(req)
+    num_closed = 0
     if state is None:
         num_new = new_accepted_len
         StopTexts.remove_patterns(req)  # one that generates nothing
     else:
         _end_after_prefill(req, state)
-        num_new = new_accepted_len + state.open_token.take()
+        num_closed = state.open_token.take()
+        num_new = new_accepted_len + num_closed
         if state.open_token.is_open:
             num_new = 0
     if num_new > 0 or req.to_finish:
         original(req, num_new)
         StopTexts.end_at_match(req)
+        if state is not None and state.count_thoughts and (req.finished() or num_closed):
+            recount(req, state.count_thoughts)
     if state is not None and (monitor := active.monitor) is not None:
+        count_emitted(req, monitor)
         if req.stream:
             _time_chunk(req, state, monitor, num_new)
         if req.finished() and not state.has_ended:

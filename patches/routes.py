@@ -8,8 +8,9 @@ from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
 
 from sglang_smc.guard.prompt_length import check_conversation
+from sglang_smc.printable import shown
 from sglang_smc.process import is_smc
-from sglang_smc.server import presets, routes
+from sglang_smc.server import presets, routes, usage
 from sglang_smc.server.hooks import Hooks
 
 _OPENAI = "sglang.srt.entrypoints.openai."
@@ -46,28 +47,37 @@ _CONVERSATIONS = {
 def bound_conversation(
     original: Callable, serving: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse a conversation that cannot fit, before it is rendered and tokenized."""
+    """Refuse a conversation that cannot fit, before it is rendered and tokenized.
+
+    A preset in chat_template_kwargs is taken out, before SGLang looks for adapters' names.
+    """
     manager = serving.tokenizer_manager
     if is_smc(manager.server_args):
         check_conversation(vars(request), manager)
+        presets.take_from_template(request, presets.of(manager.server_args))
     return original(serving, request, *args, **kwargs)
 
 
-# Particles on the OpenAI routes, in `meta_info`.
+# Particles on the OpenAI routes, in `meta_info`, and draft tokens in `usage`.
 
 
 @PATCHES.on(
     _OPENAI + "serving_chat.OpenAIServingChat._build_chat_response",
     "srt/entrypoints/openai/serving_chat.py:2985 (meta_info, where asked for)",
-    retire_when="SGLang shows an algorithm's own fields wherever they are asked for.",
+    why="SGLang shows meta_info on request alone, and no draft tokens in usage.",
+    retire_when="SGLang shows an algorithm's own fields wherever they are asked for, and counts "
+    "draft tokens as OpenAI's usage does.",
 )
 def show_particles(
     original: Callable, serving: OpenAIServingBase, request: Any, ret: list[dict], created: int
 ) -> Any:
-    """Show particles in a chat's meta_info without return_meta_info."""
+    """Show particles in a chat's meta_info without return_meta_info; count draft tokens."""
     if any(routes.has_particles(item["meta_info"]) for item in ret):
         request.return_meta_info = True
-    return original(serving, request, ret, created)
+    response = original(serving, request, ret, created)
+    if not is_smc(serving.tokenizer_manager.server_args):
+        return response
+    return usage.with_details(response, [item["meta_info"] for item in ret])
 
 
 @PATCHES.on(
@@ -77,8 +87,10 @@ def show_particles(
 def completion_with_meta_info(
     original: Callable, serving: OpenAIServingBase, request: Any, ret: list[dict], created: int
 ) -> Any:
-    """Show meta_info of completions, with return_meta_info or return_particles."""
+    """Show meta_info of completions, with return_meta_info or return_particles; count drafts."""
     response = original(serving, request, ret, created)
+    if is_smc(serving.tokenizer_manager.server_args):
+        response = usage.with_details(response, [item["meta_info"] for item in ret])
     shown = [routes.shown(request, item["meta_info"]) for item in ret]
     if not any(shown):
         return response
@@ -99,7 +111,7 @@ def completion_with_meta_info(
 def stream_with_meta_info(
     original: Callable, serving: OpenAIServingBase, adapted: Any, request: Any, raw_request: Any
 ) -> AsyncIterator[str]:
-    """Show meta_info in the chunk that ends a choice of a stream.
+    """Show meta_info in the chunk that ends a choice of a stream, and count draft tokens in usage.
 
     Of chats it is shown where there are particles, since SGLang refuses return_meta_info with
     stream.
@@ -140,7 +152,7 @@ async def take_meta_info_wish(
         wish = (await raw_request.json()).get(routes.META_INFO_WISH)
         if wish not in (None, True, False):
             return serving.create_error_response(
-                f"{routes.META_INFO_WISH} is {wish!r}; allowed: true or false."
+                f"{routes.META_INFO_WISH} is {shown(wish)}; allowed: true or false."
             )
         vars(request)[routes.META_INFO_WISH] = wish
     return await original(serving, request, raw_request)

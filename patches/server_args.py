@@ -33,7 +33,8 @@ def _declared(name: str) -> Any:
     setting = SETTINGS[name]
     allowed = setting.allowed
     several = {"action": "extend", "action_kwargs": {"nargs": "+"}} if allowed.kind is list else {}
-    flag = Arg(help=f"SMC only. {setting.help} ({values_of(name)}).", **several)
+    bare: dict[str, Any] = {} if setting.bare is None else {"nargs": "?", "const": setting.bare}
+    flag = Arg(help=f"SMC only. {setting.help} ({values_of(name)}).", **several, **bare)
     kind: Any = list[str] if allowed.kind is list else allowed.kind
     return Annotated[kind | None, flag, NS("spec")]
 
@@ -140,9 +141,13 @@ def _refuse_flags_without_smc(server_args: Arguments) -> None:
         )
 
 
-def _post_init(self: ServerArgs) -> None:
+def _post_init(self: Any) -> None:
     super(SMCServerArgs, self).__post_init__()  # pyright: ignore[reportAttributeAccessIssue] -- a struct has one
     _refuse_flags_without_smc(self)
+    if upstream.IS_NEWEST and is_smc(self) and self.speculative_eagle_topk is None:
+        # Particles are chains. On sm_100 SGLang takes the attention of plain decoding where it
+        # knows so before an algorithm resolves anything; that has pages, as none before 0.5.23.
+        self.speculative_eagle_topk = 1
 
 
 # Pickles find the class by this name, in processes that load no plugins or have not yet.
@@ -158,7 +163,8 @@ PATCHES.on(
     "srt/entrypoints/engine.py:264 (Engine keeps it: upstream.let_engines_build)",
     hook_type=HookType.REPLACE,
     what="A subclass with the fields speculative_smc_*, which refuses them unless "
-    "speculative_algorithm is SMC. Without them nothing changes.",
+    "speculative_algorithm is SMC, and then has speculative_eagle_topk 1. Without them nothing "
+    "changes.",
     why="A plugin can register an algorithm, but not flags for it.",
     retire_when="SpeculativeAlgorithm.register takes flag declarations.",
     family=upstream.NEWER,

@@ -1,5 +1,8 @@
 """Choose the fastest number format of a CPU."""
 
+AUTO_DTYPE_ENV = "SGLANG_SMC_CPU_AUTO_DTYPE"
+"""For tests: set to 1, it has the CPU platform leave `--dtype auto` to SGLang, as on a GPU."""
+
 
 def default_dtype() -> str:
     """Return bfloat16 where the processor supports it in hardware, else float32.

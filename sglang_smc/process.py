@@ -12,7 +12,7 @@ from sglang_smc import upstream
 from sglang_smc.kv.report import Table
 from sglang_smc.operator_code import describe
 from sglang_smc.options.policy import Costs, Policy, RoundCosts
-from sglang_smc.options.request import Budget
+from sglang_smc.options.request import Budget, unmeasured
 from sglang_smc.options.server import SMCConfig, is_smc
 from sglang_smc.potentials.runner import PotentialRunner
 from sglang_smc.potentials.spec import FLAG, load
@@ -32,6 +32,7 @@ class Active:
     """State of SMC in a scheduler process."""
 
     policy: Policy | None = None  # adapts N and K; None if they stay
+    sizes: str | None = None  # where N and K come from; None before the worker is built
     monitor: Monitor | None = None  # in which rounds count; None before the worker is built
     measure: Callable[..., Table] | None = None  # measures the memory, once pools have their sizes
     memory: Table | None = None  # of `log_memory_report`; None before that
@@ -47,9 +48,10 @@ class Active:
         """Return the budget of N and K in force; None if they stay."""
         return None if self.policy is None else self.policy.budget
 
-    def adapt(self, config: SMCConfig, costs: Costs | RoundCosts) -> None:
-        """Adapt N and K to the load from now on, by the costs of rounds."""
-        self.policy = Policy(Budget(config.num_particles, config.num_steps), costs)
+    def adapt(self, config: SMCConfig, costs: Costs | RoundCosts | None) -> None:
+        """Adapt N and K to the load from now on, by the costs of rounds; None: they stay."""
+        top = Budget(config.num_particles, config.num_steps)
+        self.policy = Policy(top, costs, fixed=unmeasured(top))
 
 
 active = Active()

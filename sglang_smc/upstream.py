@@ -9,7 +9,8 @@ This module is imported wherever the plugin is loaded, so it imports nothing hea
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -88,12 +89,36 @@ def argument_defaults() -> dict[str, Any]:
     return {field.name: field.default for field in fields(ServerArgs)}
 
 
+class ReplacedArguments:
+    """Server arguments, resolved or not, with other values of some fields."""
+
+    def __init__(self, server_args: Arguments, **fields: Any) -> None:
+        vars(self).update(fields, _server_args=server_args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server_args, name)
+
+
 def model_config_of(server_args: "ServerArgs") -> "ModelConfig":
     if not IS_NEWER:
         return server_args.get_model_config()  # pyright: ignore[reportAttributeAccessIssue] -- 0.5.17
     from sglang.srt.arg_groups.overrides import model_config_of
 
     return model_config_of(server_args)
+
+
+@contextmanager
+def any_quantization() -> Iterator[None]:
+    """Let configurations be read whose quantization this machine has no kernels for."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    checked: Any = ModelConfig
+    verify = checked._verify_quantization
+    checked._verify_quantization = lambda self: None
+    try:
+        yield
+    finally:
+        checked._verify_quantization = verify
 
 
 def is_gated_delta(model: "ModelConfig") -> bool:
@@ -222,16 +247,16 @@ def build_draft(
     """Build a worker for the draft model; ``placement`` has SGLang's other arguments."""
     from sglang.srt.managers.tp_worker import TpModelWorker
 
+    # The draft runs at the target's positions.
+    length = target.model_runner.model_config.context_len
+    asked = {**placement, "is_draft_worker": True, "context_length": length}
     if IS_NEWER:
         from sglang.srt.layers.moe.utils import draft_model_build_scope
 
-        # The draft runs at the target's positions, with the arguments resolved for its own layers.
-        length = target.model_runner.model_config.context_len
-        asked = {**placement, "is_draft_worker": True, "context_length": length}
-        with draft_model_build_scope():
+        with draft_model_build_scope():  # with the arguments resolved for its own layers
             return TpModelWorker(server_args, **asked)
     first_stage = {"ps": dataclasses.replace(placement["ps"], pp_rank=0)}
-    return TpModelWorker(server_args, **{**placement, **first_stage}, is_draft_worker=True)
+    return TpModelWorker(server_args, **{**asked, **first_stage})
 
 
 def replica_of(placement: Mapping[str, Any]) -> int | None:
@@ -312,6 +337,15 @@ def _experts_capturer() -> Any:
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
     return get_global_experts_capturer()
+
+
+def tool_close_tokens(parser: str | None, tokenizer: Any) -> frozenset[int]:
+    """Return the stop tokens that SGLang leaves in a text, since they close a tool call."""
+    if not IS_NEWEST:
+        return frozenset()
+    from sglang.srt.parser.response_template import tool_close_token_ids
+
+    return tool_close_token_ids(parser, tokenizer)
 
 
 def num_bound_processes(*, tp_size: int, dp_size: int) -> int:

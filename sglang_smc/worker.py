@@ -16,11 +16,11 @@ from sglang_smc.kv import arena
 from sglang_smc.models.weight_update import WeightUpdates
 from sglang_smc.proposers import assembly as drafts
 from sglang_smc.round import costs
-from sglang_smc.round.batch import RoundInputs, Tables, shape_of
+from sglang_smc.round.batch import BatchPart, RoundInputs, Tables, groups_of
 from sglang_smc.round.capture import Captures, Server, graph_sizes
 from sglang_smc.round.handover import Handover
 from sglang_smc.round.parts import assemble, memory_of, operations
-from sglang_smc.round.result import SMCBatchResult, SMCDraftInput
+from sglang_smc.round.result import Outcome, SMCBatchResult, SMCDraftInput
 from sglang_smc.state.metrics import Monitor
 from sglang_smc.state.request import RequestStates, find_state, state_of
 
@@ -70,6 +70,7 @@ class SMCWorker(WeightUpdates):
         dial = self.monitor.dial
         self._states = RequestStates(self.config, seed, dial, runners, replica)
         process.active.begin_transferred = self.begin_transferred
+        process.active.sizes = drafts.reason_of_sizes(server_args, target_worker, self.config)
 
     def alloc_memory_pool(
         self,
@@ -130,7 +131,7 @@ class SMCWorker(WeightUpdates):
             if self._captures.recordings is not None:
                 self._additional_graph_memory_usage["smc_round"] = self._captures.gigabytes
                 self._additional_graph_time_usage["smc_round"] = self._captures.seconds
-        if self.config.adaptive:
+        if self.config.adapts:
             measured = costs.costs_of(self._measure_rounds, get_parallel().tp_group)
             process.active.adapt(self.config, measured)
         choice = self._round.draft.layer_choice
@@ -147,14 +148,14 @@ class SMCWorker(WeightUpdates):
             },
         )
 
-    def _measure_rounds(self) -> costs.AnyCosts:
+    def _measure_rounds(self, allowance: costs.Allowance) -> costs.AnyCosts:
         """Measure the rounds of this server as they are played."""
         assert self.req_to_token_pool is not None, "pools are built before rounds"
         most = self.req_to_token_pool.size
         recordings = self._captures.recordings
         if recordings is not None:
             return costs.costs_of_recordings(recordings, self.config, most, self._tables)
-        return costs.costs_of_launched(self._round.play, self.config, most, self._tables)
+        return costs.costs_of_launched(self._round.play, self.config, most, self._tables, allowance)
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
@@ -186,32 +187,41 @@ class SMCWorker(WeightUpdates):
 
     def launch_round(self, batch: "ScheduleBatch") -> SMCBatchResult:
         """Launch a round; the host reads its result after the device has finished it."""
-        shape = shape_of(batch.reqs, batch.return_logprob)
+        policy = process.active.policy
         inputs = RoundInputs.of(batch, self.device)
+        always = any(extra.always for extra in self._round.extras)
+        groups = groups_of(batch, inputs, None if always else policy)
+        played = [self._launch_group(group) for group in groups]
+        places = [place for group in groups for place in group.places]
+        return SMCBatchResult.of(
+            Outcome.joined([outcome for outcome, _ in played], places),
+            self._round.extras,
+            can_run_cuda_graph=all(replayed for _, replayed in played),
+            monitor=self.monitor,
+            budgets=[state_of(req).sizes for req in batch.reqs],
+            policy=policy,
+            corpus=self._corpus,
+        )
+
+    def _launch_group(self, group: BatchPart) -> tuple[Outcome, bool]:
+        """Launch the round of some requests of a batch; return whether a CUDA graph is replayed."""
+        _, reqs, inputs, shape = group
         recordings = self._captures.recordings
         launched = self._captures.launched
         recorded = None if recordings is None else recordings.find(shape)
         played = shape if recorded is None else recorded.shape
         if played.skips_draft and self._round.draft.late_tokens:
-            self._prefill.skip_draft(batch.reqs, inputs.committed)
+            self._prefill.skip_draft(reqs, inputs.committed)
         else:
-            self._prefill.catch_up(batch.reqs, inputs.committed)
-        resized = self._round.resize(inputs, shape, batch.reqs)
+            self._prefill.catch_up(reqs, inputs.committed)
+        resized = self._round.resize(inputs, shape, reqs)
         if recorded is not None:
             outcome = recorded.replay(inputs)
-        elif launched is None or len(batch.reqs) <= launched:
-            outcome = self._round.play(inputs, shape, batch.reqs, resized)
+        elif launched is None or len(reqs) <= launched:
+            outcome = self._round.play(inputs, shape, reqs, resized)
         else:
-            outcome = self._round.play_in_slices(inputs, shape, batch.reqs, resized, launched)
-        return SMCBatchResult.of(
-            outcome,
-            self._round.extras,
-            can_run_cuda_graph=recorded is not None,
-            monitor=self.monitor,
-            budgets=[state_of(req).sizes for req in batch.reqs],
-            policy=process.active.policy,
-            corpus=self._corpus,
-        )
+            outcome = self._round.play_in_slices(inputs, shape, reqs, resized, launched)
+        return outcome, recorded is not None
 
     def clear_cache_pool(self) -> None:
         """Clear the corpus along with the KV cache, so that a flush leaves no data of requests."""

@@ -74,7 +74,8 @@ def _own(algorithm: str, draft: str = "", topk: int | None = None, **more: Any) 
 
 
 def _smc(mode: str, draft: str = "draft") -> dict[str, Any]:
-    return _own("SMC", draft, speculative_num_steps=8, speculative_smc_mode=mode)
+    fixed = {"speculative_num_steps": 8, "speculative_smc_adaptive": "off"}
+    return _own("SMC", draft, speculative_smc_mode=mode, **fixed)
 
 
 def _shape(num_particles: int, num_steps: int) -> dict[str, int]:

@@ -61,6 +61,7 @@ SERVERS: dict[str, dict[str, Any]] = {
     "SMC": {
         "speculative_algorithm": "SMC",
         "speculative_smc_mode": "exact",
+        "speculative_smc_adaptive": "off",
         "speculative_smc_num_particles": 4,
         **HEAD,
     },

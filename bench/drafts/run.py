@@ -67,7 +67,11 @@ PROPOSALS = (
     Proposal("DSpark", "dspark", "dflash", "dspark-8b"),
     Proposal(
         *("n-gram", None, "ngram", "ngram"),
-        {"speculative_smc_ngram_matches": True, "speculative_smc_mode": EXACT},
+        {
+            "speculative_smc_ngram_matches": True,
+            "speculative_smc_mode": EXACT,
+            "speculative_smc_adaptive": "off",
+        },
     ),
 )
 _BY_NAME = {one.name: one for one in PROPOSALS}

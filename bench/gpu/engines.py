@@ -50,6 +50,7 @@ OF_TREES = {"attention_backend": "fa3"}
 PLAIN, STOCK_DRAFT = _case(grid.AR, (*ALL, (64, 256))), _case(grid.CHAIN, SHORT)
 #: What has not been measured, first.
 DEEP = (_case(grid.EXACT_HEAD, SHORT, 40.0, 4, 17),)
+CHOSEN = (_case(grid.CHOSEN, TWO, 45.0),)
 SERVED = (_case(grid.SERVED, SHORT, 85.0, 4, 16),)
 OTHERS = (
     _case(grid.EXACT_BLOCK, SHORT, 55.0),
@@ -63,14 +64,14 @@ OTHERS = (
     _case(grid.SERVED, SHORT, 140.0),
     _case(grid.AR_DRAFT, SHORT),  # K of its passes are a lower bound of the drafting time
 )
-SPEED = (*DEEP, *SERVED, *OTHERS)
+SPEED = (*DEEP, *CHOSEN, *SERVED, *OTHERS)
 #: Without STANDALONE's tree, whose servers end by SGLang's own check for leaks.
 MORE = (STOCK_DRAFT, _case(grid.AUTO, ((1, 256), (1, 4096))))
 PROFILE = (
-    _case(grid.BLOCK, TWO, 55.0),
+    _case(grid.BLOCK, TWO, 60.0),
     _case(grid.FUSED, TWO),
-    _case(grid.EXACT, TWO, 40.0),
-    _case(grid.EXACT_HEAD, TWO, 40.0),
+    _case(grid.EXACT, TWO),
+    _case(grid.EXACT_HEAD, TWO),
 )
 LARGE = tuple(
     case._replace(sizes=ONE, start_seconds=45.0, sample_seconds=15.0)
@@ -92,7 +93,7 @@ def on_a_cpu(cases: Sequence[EngineCase]) -> list[EngineCase]:
         case._replace(sizes=tuple(dict.fromkeys((min(b, 2), 32) for b, _ in case.sizes)))
         for case in cases
         # Which have no kernels there.
-        if case.system.family not in (*grid.STANDALONE, *grid.EAGLES, grid.FUSED)
+        if case.system.family not in (*grid.STANDALONE, *grid.EAGLES, grid.FUSED, grid.CHOSEN)
     ]
 
 

@@ -1,12 +1,15 @@
 """Time a draft's 16 layers of Llama 3.2 1B as one CUDA graph: as SGLang runs them, and fused.
 
     python bench/gpu/layers.py 8        # rows; one line of JSON
+    python bench/gpu/layers.py lm-head  # its product, two ways
 
 ``stock`` are torch's products between SGLang's own kernels, ``fused`` is `kernels/skinny.py`,
 ``overlapped`` with launches that begin while the one before ends, ``int8`` with weights in 8 bits.
 All attend over 256 tokens of a prompt. Overlapped results must be the fused ones bit for bit;
 others are compared with stock layers, int8's with those of the weights that its 8 bits stand for.
-Without a GPU torch's references run, at a small size.
+
+The product of an LM head is timed as SGLang has it by default, in bfloat16 before a cast, and as
+SMC asks for it, with results in float32. Without a GPU torch's references run, at a small size.
 """
 
 from __future__ import annotations
@@ -35,8 +38,12 @@ DTYPE = torch.bfloat16
 Attend = Callable[[torch.Tensor], torch.Tensor]
 Kinds = dict[str, "CapturedPass"]
 LAYERS, HIDDEN, MLP, Q_HEADS, KV_HEADS, DIM = 16, 2048, 8192, 32, 8, 64
+#: Rows and width before an LM head: the draft's of one request with 8 particles, of 8 requests, and
+#: the target's of one request.
+LM_HEAD, TOKENS, LM_HEADS = "lm-head", 128_256, ((8, 2048), (64, 2048), (72, 4096))
 if DEVICE == "cpu":
     LAYERS, HIDDEN, MLP, Q_HEADS, KV_HEADS = 2, 256, 512, 4, 1
+    TOKENS, LM_HEADS = 1024, ((8, 256),)
 
 
 class LayerWeights(NamedTuple):
@@ -292,5 +299,39 @@ def measure(num_rows: int) -> dict[str, Any]:
     return {**told, **found, "apart": apart, "wrong": wrong}
 
 
+# --- The LM head
+
+
+def cast(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return logits in float32 of a product in bfloat16."""
+    return functional.linear(x, weight).float()
+
+
+def in_float32(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return logits in float32 as SGLang's `--enable-fp32-lm-head` computes them."""
+    if DEVICE == "cpu":  # where torch has no `out_dtype`
+        return functional.linear(x.float(), weight.float())
+    return torch.mm(x, weight.T, out_dtype=torch.float32)
+
+
+def measure_lm_heads() -> dict[str, Any]:
+    """Return rows, width and ms of each way to compute logits, and what is wrong."""
+    torch.manual_seed(0)
+    found, wrong = [], []
+    for rows, width in LM_HEADS:
+        weight = torch.randn(TOKENS, width, device=DEVICE, dtype=DTYPE) / width**0.5
+        x = torch.randn(rows, width, device=DEVICE, dtype=DTYPE)
+        kinds = [captured(partial(way, weight), x) for way in (cast, in_float32)]
+        one, other = (kind.of(x) for kind in kinds)
+        gap = float((one - other).abs().max() / other.abs().max())
+        if not gap <= TOLERANCE:
+            wrong.append(f"logits of {rows} rows differ by {gap:.2g}, more than {TOLERANCE:g}")
+        turns = [[milliseconds(kind.replay) for kind in kinds] for _ in range(TURNS)]
+        found.append((rows, width, *map(statistics.median, zip(*turns, strict=True))))
+    *_, cast_ms, float32_ms = found[0]
+    return {"cast_ms": cast_ms, "float32_ms": float32_ms, "lm_heads": found, "wrong": wrong}
+
+
 if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[1]))))
+    (what,) = sys.argv[1:]
+    print(json.dumps(measure_lm_heads() if what == LM_HEAD else measure(int(what))))

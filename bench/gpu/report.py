@@ -54,6 +54,7 @@ def write_report(raw: Path, folder: Path, *, on_gpu: bool = True) -> str:
             default_server(smoke.get(DEFAULT, {})),
             faults({**stages.get("kernels", {}), **stages.get("layers", {}), **smoke}),
             layers(stages.get("layers", {})),
+            lm_heads(stages.get("layers", {})),
             *(speed(stages, one) for one in (ON_A_GPU if on_gpu else ON_A_CPU)),
             costs(small),
             profiled(stages.get("profile", {})),
@@ -126,6 +127,18 @@ def layers(parts: Results) -> str:
     ]
     table = markdown_table(("rows", *kinds), lines)
     return f"## A draft's 16 layers (1B), ms\n\n{table}" if lines else ""
+
+
+def lm_heads(parts: Results) -> str:
+    """Return the milliseconds of an LM head's product, by rows and width."""
+    lines = [
+        [f"{rows} x {width}", f"{cast:.3f}", f"{at_once:.3f}"]
+        for one in parts.values()
+        for rows, width, cast, at_once in one.get("lm_heads", ())
+    ]
+    headers = ("rows x width", "bfloat16, then a cast", "float32 at once")
+    table = markdown_table(headers, lines)
+    return f"## An LM head of 128,256 tokens, ms\n\n{table}" if lines else ""
 
 
 # --- Speed

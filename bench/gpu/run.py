@@ -3,8 +3,11 @@
     bash bench/gpu/run.sh               # all stages, as far as 9 minutes go; again: the rest
     bash bench/gpu/run.sh smoke speed --only ar 'smc-*' # some of them
     bash bench/gpu/run.sh report        # tables; needs no GPU
-    bash bench/gpu/run.sh pack FOLDER   # a copy that is small enough to be carried there
+    bash bench/gpu/run.sh checkout      # makes this checkout small enough to be carried there
+    bash bench/gpu/run.sh pack FOLDER   # or a copy of it
     bash bench/gpu/run.sh --dry-run     # on a CPU: what can run there, and the other commands
+
+A first machine, lent for 15 minutes, is asked in two calls, of `--minutes 8.8` and of 4.
 
 Each result is a line of JSON as soon as it is known, in $OUT or bench/results/gpu/raw. What has a
 result, measured with the same code and settings, is not done again.
@@ -26,22 +29,22 @@ from pathlib import Path
 from gpu import engines
 from gpu.report import write_report
 from gpu.smoke import DEFAULT, ENGINES, GRAPHS, command_cases, layer_cases, smoke_cases
-from gpu.travel import bring_back, pack
+from gpu.travel import bring_back, checkout, pack
 from results import provenance
 from speed.grid import Preset
 from speed.measure import EngineCase, More, engine_cases
-from speed.runner import PATIENCE, Case, Clock, Records, Runner, Stage
+from speed.runner import Case, Clock, Records, Runner, Stage
 from study import GOES_ON, PUBLISHED, REPOSITORY, BenchError, main_of
 
 RAW = PUBLISHED / "gpu" / "raw"
 STAGES = ("kernels", "layers", "smoke", "profile", "speed", "70b", "more")
-REPORT, PACK = "report", "pack"
+REPORT, CHECKOUT, PACK = "report", "checkout", "pack"
 #: Factor of all time limits on a CPU, which other processes may share.
 SLOWER_ON_A_CPU = 5
 
 
 def stages(work: Path, *, on_gpu: bool) -> list[Stage]:
-    """Return the stages, the most useful first: what one machine of 15 minutes is asked.
+    """Return the stages, the most useful first: the first eight are the first machine's.
 
     Parts of one stage, of one name, stand where they are due.
     """
@@ -60,15 +63,24 @@ def stages(work: Path, *, on_gpu: bool) -> list[Stage]:
     def profile(some: Sequence[EngineCase]) -> Callable[[], list[Case]]:
         return cases(some, engines.PROFILE_8B, engines.profile)
 
+    def commands(*names: str) -> Callable[[], list[Case]]:
+        return partial(command_cases, *names, device=device)
+
+    def layer(*names: str) -> Callable[[], list[Case]]:
+        return partial(layer_cases, *names, device=device)
+
     stock, fused, *exact = engines.PROFILE
     return [
-        Stage("kernels", "do they compile and compute", partial(command_cases, device=device)),
-        Stage("layers", "a draft's, stock and fused", partial(layer_cases, device=device)),
+        Stage("kernels", "do they compile and compute", commands("doctor")),
         Stage("smoke", "graphs, OpenAI's client, the audit", smoke(GRAPHS)),
         Stage("profile", "where a round goes", profile([stock])),
-        Stage("profile", "the same with fused layers", profile([fused])),
         Stage("profile", "exact, with a model and with a head", profile(exact)),
+        Stage("layers", "a draft's, stock and fused", layer("m8", "m64")),
+        Stage("profile", "the same with fused layers", profile([fused])),
+        Stage("kernels", "the same at many sizes", commands("tests")),
         Stage("speed", "a head, fewer particles and more steps", cases(engines.DEEP)),
+        Stage("layers", "the LM head, in float32 at once or after", layer("lm-head")),
+        Stage("speed", "a draft's layers as the server chooses", cases(engines.CHOSEN)),
         Stage("speed", "the same, adaptive", cases(engines.SERVED)),
         Stage("smoke", "a default server", smoke(DEFAULT)),
         Stage("70b", "70B in FP8 + 1B", cases(engines.LARGE[:2], engines.SPEED_70B)),
@@ -87,23 +99,24 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    about = f"by default all of {', '.join(STAGES)}; also: {REPORT}; {PACK} [FOLDER]"
+    about = f"by default all of {', '.join(STAGES)}; also: {REPORT}; {CHECKOUT}; {PACK} FOLDER"
     add("stages", nargs="*", metavar="STAGE", help=about)  # choices would refuse none at all
     add("--minutes", type=float, default=9.0, help="begin nothing that ends later, and stop then")
     add("--only", nargs="+", default=["*"], metavar="PATTERN", help="cases, as a shell matches")
     add("--fresh", action="store_true", help="measure again what has a result")
-    add("--list", action="store_true", help="print the cases, what each starts, and stop")
+    add("--list", action="store_true", help="print the cases and what each starts; change nothing")
     add("--dry-run", action="store_true", help="on a CPU, with a tiny pair, what can run there")
     add("--out", type=Path, help="instead of $OUT, or bench/results/gpu/raw")
     add("--state", type=Path, help="a folder of this machine that later calls find")
     add("--spent", type=float, default=0.0, help="seconds of the call that are gone already")
     options = parser.parse_args(argv)
-    if len(options.stages) > 1 and REPORT in options.stages:
-        parser.error(f"{REPORT} stands alone: it is not for the GPU machine")
+    for alone in (REPORT, CHECKOUT):
+        if len(options.stages) > 1 and alone in options.stages:
+            parser.error(f"{alone} stands alone: it is not for the GPU machine")
     if options.stages[:1] == [PACK]:
-        if len(options.stages) > 2:
+        if len(options.stages) != 2:
             parser.error(f"{PACK} takes one folder")
-    elif unknown := set(options.stages) - {*STAGES, REPORT}:
+    elif unknown := set(options.stages) - {*STAGES, REPORT, CHECKOUT}:
         parser.error(f"{', '.join(unknown)}: there is no such stage")
     options.stages = options.stages or list(STAGES)
     options.out = options.out or Path(os.environ.get("OUT") or RAW)
@@ -124,8 +137,11 @@ def run(options: argparse.Namespace) -> int:
         folder = options.out.parent if options.out == RAW else options.out
         print(write_report(options.out, folder))
         return 0
+    if options.stages == [CHECKOUT]:
+        print(checkout(make=not options.list))
+        return 0
     if options.stages[0] == PACK:
-        print(pack(*map(Path, options.stages[1:])))
+        print(pack(Path(options.stages[1])))
         return 0
     on_gpu, status = not options.dry_run, 0 if options.list else measure(options)
     if options.dry_run and not options.list:
@@ -164,8 +180,7 @@ def measure(options: argparse.Namespace) -> int:
         options.only,
         options.fresh,
         say=lambda text: print(f"[{time.monotonic() - began:5.0f} s] {text}", flush=True),
-        patience=PATIENCE * (SLOWER_ON_A_CPU if options.dry_run else 1),
-        has_run=options.state / "has-run",
+        slower=SLOWER_ON_A_CPU if options.dry_run else 1.0,
     )
     bring_back(options.out, runner.say)  # what was compiled so far, should this call be killed
     try:

@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
-if [[ " $* " =~ \ (--dry-run|--help|-h|--list|report|pack)\  ]]; then
+if [[ " $* " =~ \ (--dry-run|--help|-h|--list|report|checkout|pack)\  ]]; then
     exec "$python" bench/gpu "$@" # nothing runs on a GPU
 fi
 site=${SG_SITE:-${TMPDIR:-/tmp}/sglang-smc-site}

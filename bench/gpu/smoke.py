@@ -30,10 +30,11 @@ from sglang_smc_tools.demo.serving import Launch
 NUM_PROBLEMS, ANSWER_TOKENS = 16, 160
 #: Far beyond the problems of the demo and of the studies.
 FIRST_PROBLEM = 2_000_000
-START_SECONDS = 40.0
+START_SECONDS = 65.0
 #: SGLang compiles some kernels for the KV of models this small at their first start.
 COMPILE_SECONDS = 45.0
 AUDIT_MINUTES, AUDIT_SECONDS = 0.75, 45.0
+ON_A_CPU_MINUTES = 6.0  # for as many answers
 #: bfloat16 has 8 bits: logits of 20 are exact to 0.1. A larger difference is an error.
 TOLERANCE = 0.15
 FIRST_ROUND = 9  # tokens
@@ -67,19 +68,24 @@ TESTS = {
 }
 
 
-def command_cases(*, device: str) -> list[Case]:
-    """Return the doctor, and the tests, which compile side by side."""
-    doctor = {"doctor": DOCTOR if device == "cpu" else (*DOCTOR, "--kernels")}
+#: With what the tests compile, side by side.
+COMMAND_SECONDS = {"doctor": 30.0, "tests": 115.0}
+
+
+def command_cases(*names: str, device: str) -> list[Case]:
+    """Return ``doctor``, or the ``tests``, which compile side by side."""
+    doctor = DOCTOR if device == "cpu" else (*DOCTOR, "--kernels")
+    every = {"doctor": {"doctor": doctor}, "tests": TESTS}
     code = {"device": device, **code_fingerprint()}
     return [
         Case(
             slug,
-            {name: {"command": words, **code} for name, words in commands.items()},
-            seconds,
-            partial(run_commands, commands),
-            "; ".join(f"python {' '.join(words)}" for words in commands.values()),
+            {name: {"command": words, **code} for name, words in every[slug].items()},
+            COMMAND_SECONDS[slug],
+            partial(run_commands, every[slug]),
+            "; ".join(f"python {' '.join(words)}" for words in every[slug].values()),
         )
-        for slug, seconds, commands in (("doctor", 25.0, doctor), ("tests", 45.0, TESTS))
+        for slug in names
     ]
 
 
@@ -114,20 +120,21 @@ def _started(words: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-#: Of a draft's pass: of one request with 8 particles, and the most that fused layers take.
-LAYERS, LAYER_ROWS = ("bench/gpu/layers.py",), (8, 64)
-LAYER_SECONDS = 24.0  # with what is compiled
+LAYERS = ("bench/gpu/layers.py",)
+#: What is timed of a draft, by name: its layers over the rows of one request with 8 particles, or
+#: over the most that fused layers take; and seconds, with what is compiled.
+LAYER_CASES = {"m8": ("8", 24.0), "m64": ("64", 24.0), "lm-head": ("lm-head", 15.0)}
 
 
-def layer_cases(*, device: str) -> list[Case]:
-    """Return the cases of a draft's layers, which say on what `device` they run themselves."""
+def layer_cases(*names: str, device: str) -> list[Case]:
+    """Return cases of a draft's layers, which say on what `device` they run themselves."""
     found = []
-    for rows in LAYER_ROWS:
-        name, words = f"layers-m{rows}", (*LAYERS, str(rows))
+    for name in names:
+        given, seconds = LAYER_CASES[name]
+        part, words = f"layers-{name}", (*LAYERS, given)
         identity = {"command": words, "device": device, **code_fingerprint()}
-        run = partial(run_layers, name, words)
-        shown = f"python {' '.join(words)}"
-        found.append(Case(name, {name: identity}, LAYER_SECONDS, run, shown))
+        run = partial(run_layers, part, words)
+        found.append(Case(part, {part: identity}, seconds, run, f"python {' '.join(words)}"))
     return found
 
 
@@ -374,14 +381,8 @@ def run_part(engine: RemoteEngine, name: str, part: str, prompts: Prompts) -> En
     if part == CLIENT:
         return client(engine.url)
     if part == AUDIT:
-        words = (
-            "audit",
-            engine.url,
-            "--minutes",
-            f"{AUDIT_MINUTES}",
-            "--params",
-            json.dumps(EXACT),
-        )
+        minutes = ON_A_CPU_MINUTES if name == REFERENCE else AUDIT_MINUTES
+        words = ("audit", engine.url, "--minutes", f"{minutes}", "--params", json.dumps(EXACT))
         return ended(("-m", "sglang_smc.command", *words))
     if part == "kinds":
         found = {kind.name: alone(engine, kind, prompts, graphs=graphs) for kind in kinds}

@@ -1,12 +1,14 @@
-"""Copy what a GPU machine needs, within what is carried there, and bring back what it compiled.
+"""Make what a GPU machine needs fit what is carried there, and bring back what it compiled.
 
-bash bench/gpu/run.sh pack            # is the tree, with .sg, small enough to be sent as it is?
-bash bench/gpu/run.sh pack FOLDER     # makes a copy without what no stage reads
+bash bench/gpu/run.sh checkout          # takes what no stage reads out of this checkout
+bash bench/gpu/run.sh checkout --list   # says what is left then, with .sg, and changes nothing
+bash bench/gpu/run.sh pack FOLDER       # makes a copy instead
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import tarfile
@@ -32,24 +34,47 @@ CACHES = {"jit": "SGLANG_JIT_CACHE_DIR", "triton": "TRITON_CACHE_DIR"}
 MOST_ARCHIVED = 16 * MIB
 
 
-def pack(folder: Path | None = None) -> str:
-    """Copy the tree and `SITE` to a folder; without one, check what the tree takes as it is.
+def checkout(*, make: bool) -> str:
+    """Take what no stage reads out of this checkout, where it then fits; else only say what to do.
+
+    Raises BenchError, before anything is changed, where it would still be too large, or where a
+    file that would go has changes or is unknown to git.
+    """
+    told = check(_read(sizes_of(REPOSITORY)))
+    words = ("sparse-checkout", "set", "--no-cone", "/*", *(f"!/{name}" for name in UNREAD))
+    if not make:
+        return f"{told}\n{shlex.join(('git', *words))}"
+    if changed := _git(REPOSITORY, "status", "--porcelain", "--ignored", "--", *UNREAD):
+        raise BenchError(
+            f"Git would keep files that differ from the commit:\n{changed}Commit them or move them "
+            f"away, or send the copy of `bash bench/gpu/run.sh pack FOLDER`."
+        )
+    _git(REPOSITORY, *words)
+    (REPOSITORY / SITE).mkdir(exist_ok=True)
+    (REPOSITORY / COMMIT).write_text(_git(REPOSITORY, "rev-parse", "HEAD"))
+    return f"{told}\nCarry {SITE}, which git ignores, too. To undo: git sparse-checkout disable"
+
+
+def pack(folder: Path) -> str:
+    """Copy the tree and `SITE` to a folder, without what no stage reads.
 
     Raises BenchError where that is more than `MOST_CARRIED`, or the folder is not empty.
     """
-    sizes = sizes_of(REPOSITORY)
-    if folder is None:
-        return check(sizes)
-    told = check({name: size for name, size in sizes.items() if not name.startswith(UNREAD)})
+    sizes = _read(sizes_of(REPOSITORY))
+    told = check(sizes)
     if folder.exists() and any(folder.iterdir()):
         raise BenchError(f"{folder} is not empty. Name a new folder, or empty it.")
     for name in sizes:
-        if not name.startswith(UNREAD):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(REPOSITORY / name, folder / name, follow_symlinks=False)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPOSITORY / name, folder / name, follow_symlinks=False)
     (folder / SITE).mkdir(exist_ok=True)
     (folder / COMMIT).write_text(_git(REPOSITORY, "rev-parse", "HEAD"))
     return f"{folder}: {told}"
+
+
+def _read(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the files that a stage may read."""
+    return {name: size for name, size in sizes.items() if not name.startswith(UNREAD)}
 
 
 def sizes_of(tree: Path) -> dict[str, int]:
@@ -69,16 +94,12 @@ def check(sizes: Mapping[str, int]) -> str:
     total = sum(sizes.values())
     largest = ", ".join(f"{part} {size / MIB:.1f}" for part, size in parts.most_common(NAMED))
     told = f"{total / MIB:.1f} MiB of {MOST_CARRIED / MIB:.0f}: {largest}"
-    if total <= MOST_CARRIED:
-        return told
-    advice = f"Leave out archives of kernels in {SITE}, which are then compiled again"
-    if any(name.startswith(UNREAD) for name in sizes):
-        patterns = " ".join(f"'!/{name}'" for name in UNREAD)
-        advice = (
-            "Send the copy of `bash bench/gpu/run.sh pack FOLDER`, or take out of this tree what "
-            f"no stage reads: git sparse-checkout set --no-cone '/*' {patterns}"
+    if total > MOST_CARRIED:
+        raise BenchError(
+            f"{told}, which is {(total - MOST_CARRIED) / MIB:.1f} too many. Leave out archives of "
+            f"kernels in {SITE}, which are then compiled again, or files that git does not know."
         )
-    raise BenchError(f"{told}, which is {(total - MOST_CARRIED) / MIB:.1f} too many. {advice}.")
+    return told
 
 
 def _part_of(name: str) -> str:

@@ -1,23 +1,25 @@
-"""Simulate servers under load: request traces on measured round times and recorded acceptance.
+"""Simulate servers under load: request traces on measured round times and measured acceptance.
 
-    .venv/bin/python bench/load                                     # a minute, without a GPU
-    .venv/bin/python bench/load --answers real-output/answers/coder-exact-n1-k8-t0.7.jsonl
+    .venv/bin/python bench/load                     # two minutes, without a GPU
 
 Events are prefills and rounds. Their seconds are those of `bench/gpu` on an H200, measured or
 modelled (`gpu.expected`). A round keeps draft tokens until one is rejected, with the request's own
-chance. The policy is the package's. No figure here is a measurement.
+chance; each setting rejects so often that it yields the tokens a pass that were measured of it, on
+the same texts by the same draft. Rejections of one pair tell nothing of another's. The policy is
+the package's. No figure here is a measurement.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import NormalDist, fmean
@@ -27,19 +29,19 @@ import numpy as np
 import study
 from gpu.expected import SHAPES, milliseconds, ours, published
 from gpu.expected import Shape as Timed
+from intervals import Interval
 from results import Report, markdown_table
 from speed import grid
-from study import PUBLISHED, BenchError
+from study import PUBLISHED, REPOSITORY, BenchError
 
+from sglang_smc.drafts.sizes import ROWS
 from sglang_smc.options.policy import Curve, Policy, RoundCosts
 from sglang_smc.options.request import OFF, Budget, budgets
 
 USERS = (1, 2, 4, 8, 16, 32, 64)
 MOST_RUNNING = 64
 SEEDS = 4  # of each trace
-TOP = Budget(4, 16)
 TOKENS = 256  # of an answer on average, behind a prompt of as many
-TEMPERATURE = "0.7"
 AT_ONCE = -math.inf
 LEAST, MOST = 1e-6, 1 - 1e-6  # chances
 
@@ -108,41 +110,6 @@ class Adaptive:
         return self._shapes[now].seconds.at(len(chances)), kept
 
 
-class ByRequest:
-    """Rounds that give each request its own N and K, by its true chances: a bound, and not built.
-
-    Options that yield more than their rows' price are taken, at the price of the most tokens a
-    second; a pass costs what the cheapest one of as many rows and as deep a draft does.
-    """
-
-    def __init__(self, shapes: Mapping[Budget, RoundKind], seed: int = 0) -> None:
-        self._shapes, self._draw = shapes, np.random.default_rng(seed)
-        self._plan = lru_cache(self._find)
-
-    def __call__(self, chances: np.ndarray) -> tuple[float, np.ndarray]:
-        shape = self._plan(tuple(chances.tolist()))
-        return shape.seconds.at(1), shape.keep(chances, self._draw)
-
-    def _find(self, chances: tuple[float, ...]) -> RoundKind:  # of steps and losses [B]
-        size, own, found = len(chances), np.array(chances), []
-        for depth in {k for _, k in self._shapes}:
-            deep = {of: shape for of, shape in self._shapes.items() if of.num_steps == depth}
-            options = list(product(deep, range(depth + 1)))
-            steps = np.array([k for _, k in options])
-            losses = np.array([deep[of].loss for of, _ in options])
-            rows = np.array([of.num_particles * (k + 1) if k else 1 for of, k in options])
-            each = np.stack([np.clip(deep[of].chances(own), LEAST, MOST) for of, _ in options])
-            kept = (each - each ** (steps[:, None] + 1)) / (1 - each)  # [options, B]
-            for price in np.geomspace(1e-4, 1, 40):
-                best = (kept - price * rows[:, None]).argmax(0)
-                total, tokens = rows[best].sum(), size + kept[best, np.arange(size)].sum()
-                time = min(of.seconds.at(total / n / (depth + 1)) for (n, _), of in deep.items())
-                found.append(
-                    (tokens / time, RoundKind(Curve(((1, time),)), steps[best], losses[best]))
-                )
-        return max(found, key=lambda one: one[0])[1]
-
-
 # --- Traces of requests
 
 
@@ -164,7 +131,7 @@ class ArrivalTrace(NamedTuple):
     about: str
     arrivals: Callable[[int, float, random.Random], Iterator[float]]
     spread: float  # of the logarithms of lengths
-    is_limited: bool  # to the users
+    is_limited: bool  # to the users; else speed is what is asked for, and time alone tells
 
 
 def _all(count: int, at: float) -> Callable[[int, float, random.Random], Iterator[float]]:
@@ -233,23 +200,75 @@ def play(
         running = [one for one in running if one.tokens < one.length]
 
 
-# --- What is measured: seconds of bench/gpu, acceptance of bench/trees or of answers
+# --- What is measured: seconds of bench/gpu, tokens a pass of bench/trees and bench/real
 
-HEAD = "`exact`, EAGLE-3 head, N = {}, K = {}"
-#: By the names in `bench/results/trees`: the most tokens that a round keeps.
-TREES = {
-    "SGLang, EAGLE-3 head, tree 4 / 5 / 8": 5,
-    "SGLang, EAGLE-3 head, tree 10 / 8 / 72": 8,
-    "SGLang, draft model, tree 8 / 8 / 72": 8,
-}
-EXACT = (Budget(1, 8), Budget(8, 8), Budget(4, 17))
-PLAIN, ADAPTIVE = "AR", f"`exact`, EAGLE-3 head, adaptive from ({TOP[0]}, {TOP[1]})"
-BY_REQUEST = "the same, N and K by request, chances known (not built)"
+PLAIN, ADAPTIVE = "AR", "`exact`, adaptive from ({}, {})"
+EXACT = "`exact`, N = {}, K = {}"
+FIXED = (Budget(1, 8), Budget(8, 8), Budget(4, 17))
 #: The cells of bench/gpu whose first tokens a system's prefill takes.
 PREFILLS = {PLAIN: "ar", "SGLang, EAGLE": "eagle-3", "SGLang, draft": "standalone-chain"}
-OURS = "smc-exact-with-a-head-n8-k8"
 #: The server that drafted 1.03 tokens a round: its rounds without drafts take as long, at most.
 OFF_CELL = "smc-exact-adaptive-with-a-head-n8-k8-b32-p256"
+
+
+class MeasuredTexts(NamedTuple):
+    """A pair of models on texts of its own: what its drafts cost, and what was kept of them.
+
+    Attributes:
+        tokens: returns tokens a pass by setting, at T = 0.7, from a folder of results.
+        names: a setting's name there, by that of `gpu.expected`; ``N`` and ``K`` in `ours`.
+    """
+
+    title: str
+    label: str
+    family: str  # of `bench/speed`, whose rounds cost as much
+    top: Budget  # of a default server
+    tokens: Callable[[Path], Mapping[str, Interval]]
+    ours: str
+    trees: Mapping[str, tuple[str, int]]  # with the most tokens that a round keeps
+
+
+def _of_trees(folder: Path) -> dict[str, Interval]:
+    rows = json.loads((folder / "trees" / "trees.json").read_text())["rows"]
+    return {row["name"]: Interval(**row["tokens"]["0.7"]) for row in rows}
+
+
+def _of_real_text(folder: Path) -> dict[str, Interval]:
+    rows = csv.DictReader((folder / "real" / "real.csv").read_text().splitlines())
+    here = (row for row in rows if row["pair"] == "coder" and float(row["temperature"]) == 0.7)
+    parts = {
+        row["label"]: [row[f"tokens_per_pass_{of}"] for of in Interval._fields] for row in here
+    }
+    return {name: Interval(*map(float, numbers)) for name, numbers in parts.items()}
+
+
+def _chosen(draft: str) -> Budget:
+    """Return N and K of a default server that adapts."""
+    return Budget(ROWS[draft].num_particles, ROWS[draft].most_steps)
+
+
+TREE_OF_MODEL = "SGLang, draft model, tree 8 / 8 / 72"
+_TREES = {"SGLang, EAGLE-3 head, tree 4 / 5 / 8": 5, "SGLang, EAGLE-3 head, tree 10 / 8 / 72": 8}
+TEXTS = {
+    "head": MeasuredTexts(
+        "The shipped target with its EAGLE-3 head, on word problems",
+        "shipped head, word problems",
+        grid.EXACT_HEAD,
+        _chosen("eagle3"),
+        _of_trees,
+        "`exact`, EAGLE-3 head, N = {}, K = {}",
+        {name: (name, depth) for name, depth in _TREES.items()},
+    ),
+    "model": MeasuredTexts(
+        "Qwen2.5-Coder 1.5B with 0.5B, on real text",
+        "draft model, real text",
+        grid.EXACT,
+        _chosen("model"),
+        _of_real_text,
+        "exact N={} K={}",
+        {TREE_OF_MODEL: ("SGLang tree 8 / 8 / 72", 8)},
+    ),
+}
 
 
 def chance_of(tokens: float, num_steps: int) -> float:
@@ -259,20 +278,17 @@ def chance_of(tokens: float, num_steps: int) -> float:
 
 
 class Measured:
-    """Shapes and chances by tables of `bench/results`: an H200, the shipped pair, T = 0.7."""
+    """Shapes and chances by tables of `bench/results`: an H200, a pair's texts, T = 0.7."""
 
-    def __init__(self, folder: Path = PUBLISHED) -> None:
-        self._times = published(folder)
-        self._tokens = {
-            row["name"]: row["tokens"][TEMPERATURE]
-            for row in json.loads((folder / "trees" / "trees.json").read_text())["rows"]
-        }
-        one = self._tokens[HEAD.format(1, 8)]
-        spread = (one["high"] - one["low"]) / 2 / 1.96 * math.sqrt(one["n"])
-        many = NormalDist(one["mean"], spread).quantiles(len(USERS) * 8)
-        #: Of requests, that a token of the head's single chain is kept.
+    def __init__(self, texts: MeasuredTexts, folder: Path = PUBLISHED) -> None:
+        self._times, self.texts = published(folder), texts
+        self._tokens = texts.tokens(folder)
+        one = self._tokens[texts.ours.format(1, 8)]
+        spread = (one.high - one.low) / 2 / 1.96 * math.sqrt(one.n)
+        many = NormalDist(one.mean, spread).quantiles(len(USERS) * 8)
+        #: Of requests, that a token of a single chain is kept.
         self.chances = [chance_of(min(max(of, 1.0), 9.0), 8) for of in many]
-        self._losses = {n: self._loss(HEAD.format(n, k), k) for n, k in EXACT}
+        self._losses = {n: self._loss(texts.ours.format(n, k), k) for n, k in FIXED}
         self._losses[2] = math.sqrt(self._losses[1] * self._losses[4])
 
     def _loss(self, name: str, num_steps: int) -> float:
@@ -280,20 +296,7 @@ class Measured:
         losses = np.linspace(3.0, 0.0, 601)
         each = np.clip(1 - (1 - np.array(self.chances)) * losses[:, None], LEAST, MOST)
         passes = ((1 - each) / (1 - each ** (num_steps + 1))).mean(1)
-        return float(np.interp(self._tokens[name]["mean"], 1 / passes, losses))
-
-    def read(self, answers: Path) -> list[float]:
-        """Return the chances of answers in a file of `bench/real` or `bench/drafts`."""
-        header, *entries = study.whole_lines(answers) or [{}]
-        n, k = ((header.get("smc") or {}).get(name, 0) for name in Budget._fields)
-        infos = [one["info"] for one in entries if one["info"].get("spec_verify_ct")]
-        if n not in self._losses or not infos:
-            raise BenchError(
-                f"{answers} has {len(infos)} answers with drafts, of N = {n}; allowed: a cell of N "
-                "= 1, 2, 4 or 8, with answers. Name another file."
-            )
-        each = [(of["completion_tokens"] - 1) / of["spec_verify_ct"] for of in infos]
-        return [max(1 - (1 - chance_of(of, k)) / self._losses[n], LEAST) for of in each]
+        return float(np.interp(self._tokens[name].mean, 1 / passes, losses))
 
     def _curve(self, shape: Timed, batches: Iterable[int]) -> Curve:
         return Curve.of((b, milliseconds(self._times, shape, b)[0] / 1000) for b in batches)
@@ -302,25 +305,26 @@ class Measured:
         """Return the shapes of fixed settings."""
         # Beyond the last batch that was measured, seconds go on linearly.
         found = {PLAIN: RoundKind(self._curve(SHAPES[PLAIN], (1, 8, 32, 64)))}
-        for name, depth in TREES.items():
+        for name, (own, depth) in self.texts.trees.items():
             curve = self._curve(SHAPES[name], (1, 8, 32))
-            found[name] = RoundKind(curve, depth, self._loss(name, depth))
-        return found | {HEAD.format(*budget): self._ours(budget) for budget in EXACT}
+            found[name] = RoundKind(curve, depth, self._loss(own, depth))
+        return found | {EXACT.format(*budget): self._ours(budget) for budget in FIXED}
 
     def budgets(self) -> dict[Budget, RoundKind]:
         """Return the shapes of all budgets of an adaptive server."""
         plain = self._curve(SHAPES[PLAIN], (1, 8, 32, 64))
         more = self._times[OFF_CELL]["round_ms"] / 1000 / plain.at(32)
         off = RoundKind(Curve(tuple((size, more * of) for size, of in plain.points)))
-        return {of: self._ours(of) if of.num_steps else off for of in budgets(TOP)}
+        return {of: self._ours(of) if of.num_steps else off for of in budgets(self.texts.top)}
 
     def _ours(self, budget: Budget) -> RoundKind:
-        curve = self._curve(ours(grid.EXACT_HEAD, *budget), USERS)
+        curve = self._curve(ours(self.texts.family, *budget), USERS)
         return RoundKind(curve, budget.num_steps, self._losses[budget.num_particles])
 
     def prefill(self, system: str) -> PrefillTimes:
         """Return the prefills of a system: a request alone takes what one of eight adds."""
-        cell = next((of for start, of in PREFILLS.items() if system.startswith(start)), OURS)
+        own = grid.System(self.texts.family, 8, 8).slug
+        cell = next((of for start, of in PREFILLS.items() if system.startswith(start)), own)
         batches = (self._times[f"{cell}-b{b}-p256"]["samples"] for b in (1, 8, 32))
         one, eight, more = (fmean(at for of in some for at in of["first"]) for some in batches)
         added = (eight - one) / 7
@@ -336,36 +340,38 @@ class Measured:
 class LoadRow:
     """A system under a trace; every number is simulated."""
 
+    texts: str
     trace: str
     system: str
     users: int
     simulated_tokens_per_second: float  # of all requests, from the first's arrival to the last end
-    simulated_to_plain: float  # over plain decoding's
+    simulated_to_plain: float  # over plain decoding's; of requests that come by themselves about 1
+    simulated_mean_s: float  # from arrival to end
     simulated_first_ms: float  # from arrival to first token, mean
     simulated_slowest_s: float  # from arrival to end, of the slowest request
 
 
-def rows_of(measured: Measured, chances: Sequence[float], users: Iterable[int]) -> list[LoadRow]:
+def rows_of(texts: str, users: Iterable[int]) -> list[LoadRow]:
     """Return a row for each trace, number of users and system, plain decoding first."""
+    measured = Measured(TEXTS[texts])
     fixed, adapted = measured.shapes(), measured.budgets()
     decoders: dict[str, Callable[[int], Decoder]] = {
         **{name: partial(Fixed, shape) for name, shape in fixed.items()},
-        ADAPTIVE: partial(Adaptive, adapted),
-        BY_REQUEST: partial(ByRequest, adapted),
+        ADAPTIVE.format(*measured.texts.top): partial(Adaptive, adapted),
     }
     found, plain = [], 0.0
     for (name, trace), count, (system, make) in product(TRACES.items(), users, decoders.items()):
         runs = []
         for seed in range(SEEDS):
-            requests = requests_of(trace, count, chances, fixed[PLAIN].seconds, seed)
+            requests = requests_of(trace, count, measured.chances, fixed[PLAIN].seconds, seed)
             most = count if trace.is_limited else MOST_RUNNING
             play(make(seed), measured.prefill(system), requests, most)
             runs.append(numbers_of(requests))
         mean = {name: fmean(one[name] for one in runs) for name in runs[0]}
         speed = mean["simulated_tokens_per_second"]
         plain = speed if system == PLAIN else plain
-        row = {"trace": name, "system": system, "users": count, "simulated_to_plain": speed / plain}
-        found.append(LoadRow(**row, **mean))
+        names = {"texts": texts, "trace": name, "system": system}
+        found.append(LoadRow(**names, users=count, simulated_to_plain=speed / plain, **mean))
     return found
 
 
@@ -374,15 +380,17 @@ def numbers_of(requests: Sequence[LoadRequest]) -> dict[str, float]:
     span = max(one.ends for one in requests) - min(one.arrives for one in requests)
     return {
         "simulated_tokens_per_second": sum(one.length for one in requests) / span,
+        "simulated_mean_s": fmean(one.ends - one.arrives for one in requests),
         "simulated_first_ms": 1000 * fmean(one.first - one.arrives for one in requests),
         "simulated_slowest_s": max(one.ends - one.arrives for one in requests),
     }
 
 
+#: Of requests that come by themselves the speed is theirs.
+OF_USERS = "simulated tokens / s (times AR)"
 CELLS: dict[str, Callable[[LoadRow], str]] = {
-    "simulated tokens / s (times AR)": lambda row: (
-        f"{row.simulated_tokens_per_second:,.0f} ({row.simulated_to_plain:.2f})"
-    ),
+    OF_USERS: lambda row: f"{row.simulated_tokens_per_second:,.0f} ({row.simulated_to_plain:.2f})",
+    "simulated s of a request": lambda row: f"{row.simulated_mean_s:.2f}",
     "simulated ms to the first token": lambda row: f"{row.simulated_first_ms:,.0f}",
     "simulated s of the slowest request": lambda row: f"{row.simulated_slowest_s:.1f}",
 }
@@ -391,28 +399,52 @@ CELLS: dict[str, Callable[[LoadRow], str]] = {
 def markdown(rows: Sequence[LoadRow], note: str) -> str:
     """Return a page with tables for each trace: a line for a system, a column for users."""
     parts = ["# Simulated servers under load", note]
-    for name, trace in TRACES.items():
-        here = [row for row in rows if row.trace == name]
+    for texts, (name, trace) in product(dict.fromkeys(row.texts for row in rows), TRACES.items()):
+        here = [row for row in rows if (row.texts, row.trace) == (texts, name)]
         users, systems = ({getattr(row, of): 0 for row in here} for of in ("users", "system"))
-        parts.append(f"## {name.capitalize()}: {trace.about}")
+        parts.append(f"## {TEXTS[texts].title}. {name.capitalize()}: {trace.about}")
         for title, cell in CELLS.items():
+            if title == OF_USERS and not trace.is_limited:
+                continue
             by = {(row.system, row.users): cell(row) for row in here}
             lines = [[system, *(by[system, count] for count in users)] for system in systems]
             parts.append(markdown_table([f"{title}, by users", *map(str, users)], lines))
     return "\n\n".join(parts) + "\n"
 
 
+PAGE, MARKS = REPOSITORY / "docs" / "performance.md", ("<!-- load -->", "<!-- end of load -->")
+#: Of the table on that page.
+SHOWN = (1, 2, 8, 32, 64)
+
+
+def summary(rows: Sequence[LoadRow]) -> str:
+    """Return speeds over plain decoding's of users who ask again at once."""
+    here = [row for row in rows if row.trace == "steady" and row.system != PLAIN]
+    by = {(row.texts, row.system, row.users): f"{row.simulated_to_plain:.2f}" for row in here}
+    names = dict.fromkeys((row.texts, row.system) for row in here)
+    lines = [
+        [TEXTS[texts].label, system, *(by[texts, system, n] for n in SHOWN)]
+        for texts, system in names
+    ]
+    return markdown_table(["simulated, by users", "", *map(str, SHOWN)], lines)
+
+
 def note(origin: Mapping[str, Any]) -> str:
     """Return what the tables stand on."""
     return (
         "**All figures are simulated.** Seconds of rounds and prefills are those of an 8B on an "
-        "H200 with prompts of 256 tokens, measured at 1, 8 and 32 requests or modelled as in "
-        "[gpu](../gpu/gpu.md); those of other batches lie on lines between. What a first token "
-        "takes beyond what one of eight adds is latency, which holds up no one. A round without "
-        "drafts takes what it took the adaptive server that kept next to none. Tokens are kept "
-        f"with a chance of each request's own, from {origin['settings']['answers']}; settings "
-        "reject in the same proportions as on the shipped pair at T = 0.7. The policy is the "
-        f"package's. `bench/load`, {origin['date'][:10]}, commit {origin['git_sha']}."
+        "H200 with prompts of 256 tokens and a head or a draft model, measured at 1, 8 and 32 "
+        "requests or modelled as in [gpu](../gpu/gpu.md); those of other batches lie on lines "
+        "between. What a first token takes beyond what one of eight adds is latency, which holds "
+        "up no one. A round without drafts takes what it took the adaptive server that kept next "
+        "to none. Tokens are kept with a chance of each request's own; each setting rejects so "
+        "often that it yields the tokens a pass that were measured of it at T = 0.7, of the "
+        "shipped head in [trees](../trees/trees.md), of the draft model in "
+        "[real](../real/real.md). Without prefills, tokens a second of the head are thus those of "
+        "the table in docs/performance.md. "
+        "The policy is the package's. Where requests come by themselves, all servers that keep up "
+        f"have one speed, and only times are told. `bench/load`, {origin['date'][:10]}, commit "
+        f"{origin['git_sha']}."
     )
 
 
@@ -420,23 +452,23 @@ REPORT = Report("load", LoadRow, markdown)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Simulate, and write the report."""
-    measured = Measured()
-    chances, source = measured.chances, "the interval of the head's single chain in bench/results"
-    if options.answers:
-        chances, source = measured.read(options.answers), options.answers.name
-    rows = rows_of(measured, chances, options.users)
+    """Simulate, and write the report; raise BenchError if a page cannot get its table."""
+    if options.publish and not set(SHOWN) <= set(options.users):
+        raise BenchError(
+            f"--users {' '.join(map(str, options.users))} lacks some of those that "
+            f"docs/performance.md shows, {SHOWN}: publish all, or leave out --publish."
+        )
+    rows = [row for texts in TEXTS for row in rows_of(texts, options.users)]
     study.prepare_folder(options.output_dir)
-    settings = {"answers": source, "users": options.users}
-    print(REPORT.write(options.output_dir, rows, settings, note))
+    print(REPORT.write(options.output_dir, rows, {"users": options.users}, note))
     if options.publish:
         REPORT.publish(options.output_dir, PUBLISHED / "load")
+        study.write_between(PAGE, MARKS, summary(rows))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     made = study.parser("load", "Simulate servers under load, on measured round times.")
     add = made.add_argument
-    add("--answers", type=Path, help="a cell's answers of bench/real or bench/drafts")
     add("--users", type=study.positive, nargs="+", default=list(USERS), help="at a time")
     add("--publish", action="store_true", help="also copy to bench/results")
     options = made.parse_args(argv)

@@ -177,6 +177,7 @@ def settings(engine: str) -> dict[str, Any]:
     }
     if name == MATCHES:
         found |= {"speculative_smc_ngram_matches": True, "speculative_smc_mode": "exact"}
+        found["speculative_smc_adaptive"] = "off"
     return found
 
 

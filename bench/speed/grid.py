@@ -220,10 +220,13 @@ AR_DRAFT, ADAPTIVE, EAGLE = "AR of the draft", "SMC adaptive", "EAGLE-3"
 EAGLE_TREE, EXACT_BLOCK = "EAGLE-3 tree of 64", "SMC exact with DSpark"
 EXACT_HEAD, SERVED = "SMC exact with a head", "SMC exact adaptive with a head"
 EXACT_ADAPTIVE = "SMC exact adaptive"
-FUSED = "SMC fused"  # whole blocks, too, with the draft's layers fused
+ADAPTS = (ADAPTIVE, EXACT_ADAPTIVE, SERVED)
+#: Whole blocks, too, with the draft's layers fused; or as the server chooses, which says how.
+FUSED, CHOSEN = "SMC fused", "SMC with chosen layers"
+LAYERS = {FUSED: "fused", CHOSEN: "auto"}
 STANDALONE, EAGLES = (CHAIN, TREE), (EAGLE, EAGLE_TREE)
 _EXACT = dict.fromkeys((EXACT, EXACT_HEAD, EXACT_BLOCK, EXACT_ADAPTIVE, SERVED), "exact")
-SMC = {BLOCK: "smc", FUSED: "smc", ADAPTIVE: "smc", AUTO: "auto", **_EXACT}
+SMC = {BLOCK: "smc", FUSED: "smc", CHOSEN: "smc", ADAPTIVE: "smc", AUTO: "auto", **_EXACT}
 
 
 @dataclass(frozen=True)
@@ -348,14 +351,13 @@ def settings(system: System, preset: Preset) -> dict[str, Any]:
             "speculative_num_steps": system.num_steps,
             "speculative_smc_num_particles": system.num_particles,
             "speculative_smc_mode": SMC[system.family],
+            "speculative_smc_adaptive": "on" if system.family in ADAPTS else "off",
         }
-    if system.family == FUSED:
-        content["speculative_smc_draft_layers"] = "fused"
-    if system.family in (BLOCK, FUSED, ADAPTIVE):
+    if system.family in LAYERS:
+        content["speculative_smc_draft_layers"] = LAYERS[system.family]
+    if system.family in (BLOCK, *LAYERS, ADAPTIVE):
         # The paper's rule: whole blocks are kept at any evidence.
         content["speculative_smc_evidence_threshold"] = 0.0
-    if system.family in (ADAPTIVE, EXACT_ADAPTIVE, SERVED):
-        content["speculative_smc_adaptive"] = True
     if system.draft in HEADS:
         content["speculative_draft_load_format"] = "auto"
     return {**content, **preset.engine}

@@ -15,7 +15,17 @@ from typing import Any, NamedTuple
 
 from dummies import FIRST_TOKEN
 from speed.conditions import EngineStart, conditions
-from speed.grid import EXACT, PLAIN, Preset, SpeedCell, System, launch_of, settings_of, write_models
+from speed.grid import (
+    ADAPTS,
+    EXACT,
+    PLAIN,
+    Preset,
+    SpeedCell,
+    System,
+    launch_of,
+    settings_of,
+    write_models,
+)
 from speed.remote import EngineError, RemoteEngine, TimedBatch, Work, running
 from speed.runner import Attempt, CallError, Case, Entry
 from study import code_fingerprint
@@ -134,7 +144,7 @@ def measure(
         attempt.started, took = True, EngineStart(began, time.time() - began)
         for cell in (cell for cell in case.cells if cell.slug in attempt.missing):
             found = sampled(engine, cell, preset, plain)
-            if launch_of(case.system, preset, folder).arguments.get("speculative_smc_adaptive"):
+            if case.system.family in ADAPTS:
                 found["costs"] = engine.internal_state()["smc"]["costs"]
             found["conditions"] = conditions(engine, took)
             attempt.add(cell.slug, {**found, **(more(engine, cell, preset) if more else {})})

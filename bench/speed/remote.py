@@ -38,11 +38,12 @@ class InvalidRequestError(EngineError):
 
 
 class Work(NamedTuple):
-    """Requests that are sent at once."""
+    """Requests that are sent at once, or as fast as ``at_once`` users are answered."""
 
     prompts: list[list[int]]
     params: list[dict[str, Any]]
     flushes: bool = True  # the caches before `RemoteEngine.each`
+    at_once: int = MOST_AT_ONCE
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class RemoteEngine:
         self._client = client_of(url, None, timeout=None)
 
     def ask(self, work: Work) -> TimedBatch:
-        """Send the work at once and wait for all answers."""
+        """Send the work and wait for all answers."""
         self.post(FLUSH)
         start = time.perf_counter()
         found = [answer for _, answer in sorted(self._all(work, self._timed))]
@@ -129,7 +130,7 @@ class RemoteEngine:
 
     def _all(self, work: Work, answer: Callable[..., T]) -> Iterator[tuple[int, T]]:
         """Yield place and answer of all requests, as they complete."""
-        pool = ThreadPoolExecutor(MOST_AT_ONCE)
+        pool = ThreadPoolExecutor(work.at_once)
         try:
             pairs = zip(work.prompts, work.params, strict=True)
             asked = {pool.submit(answer, *pair): place for place, pair in enumerate(pairs)}

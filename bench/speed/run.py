@@ -4,6 +4,7 @@
     .venv/bin/python bench/speed --quick                 # a trial, about 3 minutes on two cores
     .venv/bin/python bench/speed --dry-run               # lists the engines and cells
     .venv/bin/python bench/speed --preset h200-8b --only 'smc-block-n8-k8*' --batch 1 4
+    .venv/bin/python bench/speed --preset served         # what the plain command serves: `served`
 
 Every cell is written once it is measured, so after an interruption the same command continues
 where it stopped, and several partial runs add up to one table.
@@ -21,6 +22,7 @@ from typing import Any
 
 import study
 from results import Report, provenance
+from speed import served
 from speed.grid import PRESETS, Pair, Preset, cells, quick, systems
 from speed.measure import TEMPERATURE, EngineCase, engine_cases
 from speed.report import CellRow, make_rows, markdown
@@ -39,7 +41,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     made = study.parser("speed", about)
     study.add_selection(made)
     add = made.add_argument
-    add("--preset", choices=list(PRESETS), help="by default what fits this machine")
+    names = [*PRESETS, served.NAME]
+    add("--preset", choices=names, help="by default what fits this machine")
+    add("--minutes", type=float, default=math.inf, help="begin nothing that ends later")
     add("--quick", action="store_true", help="one setting of each mode, few tokens")
     for flag, metavar in (("--batch", "B"), ("--prompt", "TOKENS")):
         add(flag, nargs="+", type=study.positive, metavar=metavar, help="instead of the preset's")
@@ -47,6 +51,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for flag in ("--target", "--draft"):
         add(flag, type=Path, help="folder of real weights; both or none")
     options = made.parse_args(argv)
+    sized = options.batch, options.prompt, options.repeats, options.target, options.quick
+    if options.preset == served.NAME and any(sized):
+        made.error(
+            f"--preset {served.NAME} has models, prompts and sizes of its own: leave out --quick, "
+            "--batch, --prompt, --repeats, --target and --draft; --only selects from it."
+        )
     if (options.target is None) != (options.draft is None):
         made.error("--target and --draft belong together")
     return options
@@ -78,7 +88,8 @@ def preset_of(options: argparse.Namespace) -> Preset:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the study; return exit status 0 if it completes."""
     options = parse_arguments(argv)
-    return study.main_of(partial(run, options), study.GOES_ON)
+    chosen = served.run if options.preset == served.NAME else run
+    return study.main_of(partial(chosen, options), study.GOES_ON)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -97,7 +108,7 @@ def run(options: argparse.Namespace) -> None:
         return
     study.prepare_folder(options.output_dir)
     records = Records([folder], [], provenance(settings(preset)))
-    runner = Runner(records, Clock(math.inf), fresh=options.fresh)
+    runner = Runner(records, Clock(options.minutes), fresh=options.fresh)
     runner.run(Stage("speed", "", lambda: cases))
     sizes = sorted({*preset.batches, *batches}), sorted({*preset.prompts, *prompts})
     done = records.of("speed")

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple, NoReturn
 from study import BenchError, matching, whole_lines
 
 RESULTS = "results.jsonl"
-#: A case that exceeds its expected time by this factor is treated as hanging.
-PATIENCE = 3.0
-LEAST_PATIENCE = 240.0
+#: Seconds without a result after which a case is treated as hanging; one that is expected to take
+#: longer has `PATIENCE` times its seconds.
+LEAST_PATIENCE = 120.0
+PATIENCE = 1.5
 
 Entry = dict[str, Any]
 #: The last result of each part, by stage.
@@ -130,6 +131,7 @@ class Clock:
 
     def __init__(self, minutes: float) -> None:
         self._end = time.monotonic() + 60 * minutes
+        self._limit: float | None = None  # of the block that runs
 
     @property
     def left(self) -> float:
@@ -137,7 +139,7 @@ class Clock:
 
     @contextlib.contextmanager
     def at_most(self, seconds: float) -> Iterator[None]:
-        """Raise `TimeUpError` in a block of the main thread after ``seconds``.
+        """Raise `TimeUpError` in a block of the main thread after ``seconds`` since `renew`.
 
         Or earlier, at the end of the call. A signal interrupts blocking calls of the block.
         """
@@ -146,12 +148,19 @@ class Clock:
             raise TimeUpError
 
         before = signal.signal(signal.SIGALRM, ring)
-        signal.setitimer(signal.ITIMER_REAL, max(0.001, min(seconds, self.left)))
+        self._limit = seconds
+        self.renew()
         try:
             yield
         finally:
+            self._limit = None
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+
+    def renew(self) -> None:
+        """Give the block that runs its seconds again, if there is one."""
+        if self._limit is not None:
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, min(self._limit, self.left)))
 
 
 # --- Cases and stages
@@ -185,21 +194,28 @@ class Attempt:
     clock: Clock
     say: Callable[[str], None]
     started: bool = False  # whether a failure concerns one part instead of all
+    since: float = math.inf  # what was left of the call when the last sign of life came
 
     def add(self, part: str, content: Entry) -> None:
         """Record the result of a part, and print a line about it."""
         self.records.add(self.stage, part, self.case.parts[part], content)
         self.say(f"{self.stage} {part}: {in_a_line(content)}")
+        self.goes_on()
+
+    def goes_on(self) -> None:
+        """Say that the case does not hang: its patience begins anew."""
+        self.since = self.clock.left
+        self.clock.renew()
 
     def failure(self, limit: float) -> str | None:
         """Run the case; return why parts have no result, or None if the call's time is over."""
-        began = self.clock.left
+        self.since = self.clock.left
         try:
             with self.clock.at_most(limit):
                 self.case.run(self)
         except TimeUpError:
-            is_hanging = began - self.clock.left >= limit - 0.1
-            return f"it took more than {limit:.0f} s" if is_hanging else None
+            is_hanging = self.clock.left <= self.since - limit + 0.1
+            return f"nothing came for {limit:.0f} s" if is_hanging else None
         except CallError:
             raise
         except BenchError as error:
@@ -226,8 +242,7 @@ class Runner:
     only: Sequence[str] = ("*",)
     fresh: bool = False
     say: Callable[[str], None] = print
-    patience: float = PATIENCE
-    has_run: Path | None = None  # a file for each case that has run here; None: all have
+    slower: float = 1.0  # than a machine of the expected times
     left: list[str] = field(default_factory=list)  # cases left for another call
 
     def run(self, stage: Stage) -> None:
@@ -256,22 +271,18 @@ class Runner:
             left = "begins" if math.isinf(clock.left) else f"{clock.left:.0f} s left"
             self.say(f"{stage} {case.slug}: {left}")
             attempt = Attempt(stage, case, missing, self.records, clock, self.say)
-            reason = attempt.failure(self._limit(stage, case))
+            reason = attempt.failure(self._limit(case))
             failed = self.missing(stage, case)
-            if len(failed) < len(missing) and self.has_run is not None:
-                self.has_run.mkdir(parents=True, exist_ok=True)
-                (self.has_run / f"{stage}-{case.slug}").touch()
             if reason is None:
                 return "time is up"
             for part in failed[:1] if attempt.started else failed:
                 attempt.add(part, {"failed": reason})
         return None
 
-    def _limit(self, stage: str, case: Case) -> float:
-        """Return the seconds after which a case hangs: twice as many while kernels are compiled."""
-        limit = max(LEAST_PATIENCE, self.patience * case.seconds)
-        is_first = self.has_run is not None and not (self.has_run / f"{stage}-{case.slug}").exists()
-        return 2 * limit if is_first else limit
+    def _limit(self, case: Case) -> float:
+        """Return the seconds without a result after which a case hangs."""
+        is_long = case.seconds > LEAST_PATIENCE
+        return self.slower * (PATIENCE * case.seconds if is_long else LEAST_PATIENCE)
 
 
 def in_a_line(content: Mapping[str, Any]) -> str:

@@ -81,12 +81,15 @@ def parser() -> argparse.ArgumentParser:
     add("--requests", type=positive, default=8, help="requests that should fit at once")
     add("--context", type=positive, help="tokens of a request, with its answer; default 4096, or "
         "what the target takes")  # fmt: skip
-    add("--num-particles", type=positive, default=DEFAULTS.num_particles, help="N")
-    add("--num-steps", type=positive, default=DEFAULTS.num_steps, help="K")
+    chosen = "default: what a server in mode exact chooses for the pair"
+    add("--num-particles", type=positive, help=f"N; {chosen}")
+    add("--num-steps", type=positive, help=f"K; {chosen}")
     add("--max-lag", type=positive, default=LAG, help="as --speculative-smc-max-lag")
     share = number(float, 0, 1, is_open=True)
     add("--mem-fraction", type=share, help="share of memory for weights and KV; default 0.7 on a "
         "CPU, and on a GPU what SGLang takes of so much memory")  # fmt: skip
+    trust = "run code that comes with the models, as a server with this flag does"
+    add("--trust-remote-code", action="store_true", help=trust)
     add("--kernels", action="store_true", help="instead run each kernel against its torch "
         "reference, on this machine's GPU")  # fmt: skip
     add("--json", action="store_true", help="print JSON instead of lines")
@@ -103,14 +106,17 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--device goes with --target and --draft; give both.")
     if options.target:
         _pair_check().check(options)
-    settings = ("num_particles", "num_steps", "max_lag")
-    SMCConfig(**{name: getattr(options, name) for name in settings}).validate()
+    steps = options.num_steps or DEFAULTS.num_steps
+    particles = options.num_particles or DEFAULTS.num_particles
+    SMCConfig(num_particles=particles, num_steps=steps, max_lag=options.max_lag).validate()
 
 
 def examine(options: argparse.Namespace) -> Iterator[Finding]:
     """Yield all findings, each as soon as it is available."""
     if options.kernels:
-        yield from machine.kernel_findings(options.num_particles, options.num_steps)
+        steps = options.num_steps or DEFAULTS.num_steps
+        particles = options.num_particles or DEFAULTS.num_particles
+        yield from machine.kernel_findings(particles, steps)
         return
     failed = False
     for finding in machine.findings():

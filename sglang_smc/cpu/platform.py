@@ -20,7 +20,7 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 from sglang_smc import upstream
 from sglang_smc.cpu import threads
-from sglang_smc.dtype import default_dtype
+from sglang_smc.dtype import AUTO_DTYPE_ENV, default_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +76,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     # OOT, not CPU: SGLang takes pools and backends from out-of-tree platforms only.
     _enum = PlatformEnum.OOT
+    _runs_smc = False  # of the server arguments that were last resolved
 
     def get_device(self, device_id: int | None = None, **_: Any) -> str:
         """Return the device as a string: SGLang splits off an index and compares names."""
@@ -84,6 +85,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def apply_server_args_defaults(self, server_args: Arguments) -> None:
         """Fill in defaults; raise ValueError for what is not supported here."""
         _check_server_args(server_args, self)
+        self._runs_smc = server_args.speculative_algorithm == "SMC"
         # SGLang has just set its AMX backend as the default.
         if server_args.attention_backend == "intel_amx":
             server_args.attention_backend = ATTENTION_BACKEND
@@ -92,14 +94,15 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # As torch copies host pools; SGLang's defaults are for kernels.
         server_args.hicache_io_backend = "direct"
         server_args.hicache_mem_layout = "layer_first"
-        if server_args.dtype == "auto":
-            server_args.dtype = default_dtype()
+        dtype = default_dtype() if server_args.dtype == "auto" else str(server_args.dtype)
+        if os.environ.get(AUTO_DTYPE_ENV) != "1":
+            server_args.dtype = dtype
         if server_args.max_total_tokens is None and server_args.mem_fraction_static is None:
             server_args.max_total_tokens = MAX_TOTAL_TOKENS
         if server_args.mem_fraction_static is None:
             server_args.mem_fraction_static = MEM_FRACTION
         threads.set_default_environment(
-            tp_size=server_args.tp_size, dp_size=server_args.dp_size, dtype=str(server_args.dtype)
+            tp_size=server_args.tp_size, dp_size=server_args.dp_size, dtype=dtype
         )
 
     def init_backend(self) -> None:
@@ -154,12 +157,15 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def support_mamba_cache_extra_buffer(self) -> bool:
         """Raise ValueError for snapshots of recurrent states; False would fail an assertion.
 
-        SGLang calls this where its radix cache is to keep them, which is its default.
+        SGLang calls this where its radix cache is to keep them, which is its default. Servers with
+        SMC are refused later, by their own checks, which know whether the model runs at all.
         """
+        if self._runs_smc:
+            return True
         raise ValueError(
             "The model has layers with linear attention, and the radix cache keeps snapshots of "
             f"their states, which the {PLATFORM_NAME} platform does not make. Pass "
-            "--disable-radix-cache, as SMC asks for with such models on any device."
+            "--disable-radix-cache."
         )
 
     def get_compile_backend(self, mode: str | None = None) -> str:

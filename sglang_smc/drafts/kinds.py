@@ -235,3 +235,19 @@ def kind_of(architecture: str) -> Kind:
     """Return the kind of a draft whose configuration names this class."""
     found = HEADS.get(architecture)
     return "model" if found is None else found.kind
+
+
+def proposed_steps(config: Config) -> int | None:
+    """Return the K that a draft's configuration sets, if it does.
+
+    A `speculators` checkpoint says it; any other block drafts its columns in one pass.
+    """
+    if (told := formats.num_tokens(config)) is not None:
+        return told
+    found = type_of(config)
+    if found is None or found.sizes is None:
+        return None
+    try:
+        return found.sizes(config).max_steps
+    except ValueError:  # told by the checks of the draft
+        return None

@@ -9,6 +9,8 @@ of 10,000 values keeps all cores busy for seconds.
 import json
 from typing import Any
 
+from sglang_smc.printable import shown
+
 FIELDS = ("json_schema", "regex", "ebnf", "structural_tag")
 """Sampling parameters with a grammar; tool_choice and response_format become one of them."""
 
@@ -28,7 +30,7 @@ def check_grammars(params: dict[str, Any]) -> None:
 
 def _check(field: str, text: Any) -> None:
     if not isinstance(text, str):
-        raise ValueError(f"{field}={text!r:.100}; allowed: a string.")
+        raise ValueError(f"{field}={shown(text)}; allowed: a string.")
     if len(text) > MAX_CHARACTERS:
         raise ValueError(
             f"{field} has {len(text)} characters; allowed: {MAX_CHARACTERS}. Send a smaller one."
@@ -55,12 +57,12 @@ def _check(field: str, text: Any) -> None:
 
 def _check_characters(field: str, text: str) -> None:
     if "\0" in text:
-        raise ValueError(f"{field} has a NUL character in {text!r:.100}. Leave it out.")
+        raise ValueError(f"{field} has a NUL character in {shown(text)}. Leave it out.")
     try:
         text.encode()
     except UnicodeEncodeError:
         raise ValueError(
-            f"{field} has one half of a surrogate pair in {text!r:.100}. Send the whole character."
+            f"{field} has one half of a surrogate pair in {shown(text)}. Send the whole character."
         ) from None
 
 

@@ -15,7 +15,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams, Token
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_smc.guard.pattern import num_places
-from sglang_smc.printable import printable
+from sglang_smc.printable import reason, shown
 
 MAX_SAMPLES = 4096
 """The most parallel samples: SGLang makes a request of each, before it checks."""
@@ -140,7 +140,7 @@ def check_fields(request: GenerateReqInput, vocab_size: int) -> None:
         if getattr(request, name) is None:  # in a list of a batch; SGLang fills in what is left out
             raise ValueError(f"{name} has null for a request; allowed: a value for each.")
     if not isinstance(request.rid, str):
-        raise ValueError(f"rid is {request.rid!r}; allowed: a string for each request.")
+        raise ValueError(f"rid is {shown(request.rid)}; allowed: a string for each request.")
     ranges = {"logprob_start_len": range(-1, 2**31), "top_logprobs_num": range(vocab_size + 1)}
     _check_ranges(vars(request), ranges)
     if request.session_params is not None:
@@ -161,7 +161,7 @@ def check_labels(request: GenerateReqInput, allowed: Iterable[str] | None) -> No
     known = sorted(allowed or ())
     if labels is not None and not (isinstance(labels, dict) and labels.keys() <= set(known)):
         raise ValueError(
-            f"custom_labels is {labels!r:.100}; allowed: values of {', '.join(known) or 'none'}. "
+            f"custom_labels is {shown(labels)}; allowed: values of {', '.join(known) or 'none'}. "
             "Leave it out, or start the server with --tokenizer-metrics-allowed-custom-labels."
         )
 
@@ -169,14 +169,14 @@ def check_labels(request: GenerateReqInput, allowed: Iterable[str] | None) -> No
 def check_ids(ids: Any, vocab_size: int) -> None:
     """Raise ValueError for a prompt that is not a list of tokens, at least one."""
     if not isinstance(ids, Sequence) or isinstance(ids, str) or not len(ids):
-        raise ValueError(f"A prompt is {ids!r:.100}; allowed: token ids, at least one.")
+        raise ValueError(f"A prompt is {shown(ids)}; allowed: token ids, at least one.")
     try:
         beyond = [token for token in (min(ids), max(ids)) if not 0 <= token < vocab_size]
     except TypeError:
-        raise ValueError(f"A prompt is {ids!r:.100}; allowed: a list of token ids.") from None
+        raise ValueError(f"A prompt is {shown(ids)}; allowed: a list of token ids.") from None
     if beyond:
         raise ValueError(
-            f"input_ids contains {beyond[0]!r}; allowed: token ids from 0 to {vocab_size - 1}."
+            f"input_ids contains {shown(beyond[0])}; allowed: token ids from 0 to {vocab_size - 1}."
         )
 
 
@@ -213,7 +213,7 @@ def _prompts(input_ids: Any) -> Iterable[Any]:
 
 def _check_text(text: Any) -> None:
     if not isinstance(text, str):
-        raise ValueError(f"text is {text!r}; allowed: a string, or a list of strings.")
+        raise ValueError(f"text is {shown(text)}; allowed: a string, or a list of strings.")
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -225,7 +225,7 @@ def _check_text(text: Any) -> None:
 
 def _check_params(params: Any) -> None:
     if not isinstance(params, dict):
-        raise ValueError(f"sampling_params is {params!r}; allowed: an object.")
+        raise ValueError(f"sampling_params is {shown(params)}; allowed: an object.")
     _convert("sampling_params", params, _Params)
     if params.get("n", 1) is None:  # SGLang compares it
         raise ValueError(f"n is None; allowed: 1 to {MAX_SAMPLES}. Leave it out.")
@@ -260,7 +260,7 @@ def _convert(name: str, value: Any, expected: type) -> None:
         msgspec.convert(value, expected)
     except msgspec.ValidationError as error:
         raise ValueError(
-            f"{name} is malformed: {printable(error)}. Send what SGLang documents."
+            f"{name} is malformed: {reason(error)}. Send what SGLang documents."
         ) from None
 
 
@@ -284,7 +284,7 @@ def _check_pattern(pattern: str) -> int:
     try:
         return num_places(pattern)
     except ValueError as error:
-        raise ValueError(f"stop_regex is {pattern[:100]!r}, which {error}.") from None
+        raise ValueError(f"stop_regex is {shown(pattern)}, which {reason(error)}.") from None
 
 
 def _check_numbers(name: str, value: Any) -> None:
@@ -298,7 +298,8 @@ def _check_numbers(name: str, value: Any) -> None:
             pending += inner
         elif isinstance(inner, int) and inner not in _INT64:
             raise ValueError(
-                f"{name} has an integer of {inner.bit_length()} bits; allowed: at most 64."
+                f"{name} has {shown(inner)}; allowed: integers from -2^63 to 2^63 - 1, which are "
+                f"{_INT64[0]} to {_INT64[-1]}."
             )
         elif isinstance(inner, float) and _FLOAT32 < abs(inner) < math.inf:
             raise ValueError(f"{name} has {inner}; allowed: numbers up to {_FLOAT32:.3g}.")

@@ -9,7 +9,8 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 T = TypeVar("T")
 
@@ -68,6 +69,33 @@ def joined(parts: Sequence[T]) -> T:
         return list(chain(*each)) if isinstance(each[0], list) else each[0]
 
     return tree_map(join, *parts, is_leaf=lambda part: isinstance(part, list))
+
+
+def alike(parts: Sequence[T]) -> list[T]:
+    """Return parts of a batch with tensors of equal shapes but for the first dimension.
+
+    Zeros follow what is narrower than another part's.
+
+    Args:
+        parts: of the same structure, as for `joined`.
+    """
+    columns = [
+        [one for one in tree_leaves(part) if isinstance(one, torch.Tensor)] for part in parts
+    ]
+    widths = [
+        [max(sizes) for sizes in zip(*(one.shape[1:] for one in of), strict=True)]
+        for of in zip(*columns, strict=True)
+    ]
+    found = []
+    for part in parts:
+        each = iter(widths)
+        found.append(each_tensor(lambda column, each=each: _widened(column, next(each)), part))
+    return found
+
+
+def _widened(column: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+    more = [width - own for own, width in zip(column.shape[1:], widths, strict=True)]
+    return pad(column, [side for width in reversed(more) for side in (0, width)])
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 
-from sglang_smc.drafts import checkpoint, formats, kinds, language_models, weights
+from sglang_smc.drafts import checkpoint, formats, kinds, language_models, sizes, weights
 from sglang_smc.drafts.weights import is_reduced
 from sglang_smc.models import draft_config
 from sglang_smc.operator_code import at, load_class
-from sglang_smc.options.server import flag_of
+from sglang_smc.options.server import SMCConfig, flag_of
 
 # Unsupported heads, by a part of their architecture's name; the first that is found counts.
 _OTHER_HEADS = {
@@ -118,11 +118,23 @@ def reads_states(server_args: Any) -> bool:
     return is_head or (place.path == server_args.model_path and has_mtp(place))
 
 
-def proposed_tokens(server_args: Any) -> int | None:
-    """Return the K that a draft's checkpoint proposes, if it does; see `formats.num_tokens`."""
-    if server_args.speculative_draft_model_path is None:
-        return None
-    return formats.num_tokens(_config_at(Place.of_draft(server_args)).to_dict())
+def sizes_for(view: Any, target: ModelConfig, config: SMCConfig) -> sizes.Chosen:
+    """Return the N and K of a server with these resolved arguments that is given none."""
+    is_mixture = sizes.is_mixture(target.hf_config.to_dict())
+    return sizes.choose(*_draft_of(view), config, is_mixture=is_mixture)
+
+
+def _draft_of(view: Any) -> tuple[str, formats.Config | None]:
+    """Return the kind of a server's draft, a key of `sizes.ROWS`, and its configuration if any."""
+    if view.speculative_smc_draft_class is not None:
+        return sizes.OWN, None
+    if view.speculative_draft_model_path is None:
+        return sizes.NGRAM, None
+    place = Place.of_draft(view)
+    if place.path == view.model_path and has_mtp(place):
+        return "mtp", None
+    config = _config_at(place)
+    return kinds.kind_of(_named(config)), config.to_dict()
 
 
 def knows_all(server_args: Any) -> bool:
@@ -149,13 +161,16 @@ def _named(config: Any) -> str:
 
 
 class Misfit(NamedTuple):
-    """What in a draft's checkpoint does not fit a server: a phrase that follows its path."""
+    """What in a draft's checkpoint does not fit a server: a phrase that follows its path.
+
+    One that ends with a full stop says itself what to do.
+    """
 
     what: str
     cure: str = ""  # empty where the phrase says what to do
 
     def __str__(self) -> str:
-        return f"{self.what}; {self.cure}" if self.cure else self.what
+        return f"{self.what}; {self.cure}" if self.cure and self.what[-1] != "." else self.what
 
 
 def head_problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
@@ -201,8 +216,8 @@ def _class_problems(config: ModelConfig) -> Iterator[str]:
             yield f"is {other} ({name})"
         elif "draft_vocab_size" in told:
             yield (
-                f"is an EAGLE-3 head that names {name} in its config.json: write {formats.EAGLE3} "
-                "there"
+                f"is an EAGLE-3 head that names {name} in its config.json. Write {formats.EAGLE3} "
+                "there."
             )
 
 

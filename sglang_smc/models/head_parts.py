@@ -2,7 +2,8 @@
 
 A layer of Qwen3's normalizes queries and keys by head (in EAGLE-3 heads the default of
 `speculators`). A head with `norm_before_residual` adds its output to the normalized state instead
-of to the state itself. A block head may have an LM head of its own, of some tokens.
+of to the state itself. Its layers may attend to windows. A block head may have an LM head of its
+own, of some tokens.
 """
 
 from collections.abc import Callable, Iterable
@@ -63,12 +64,15 @@ class ResidualOfNorm(LlamaDecoderLayer):
 
 
 def complete_eagle3(head: Any, config: Any) -> None:
-    """Give an EAGLE-3 head the norms of its configuration, before weights are loaded."""
+    """Give an EAGLE-3 head the norms and windows of its configuration, before it is loaded."""
     told, layers = config.to_dict(), head.model.layers
     for layer in layers[1:]:  # made, and not computed with: no checkpoint has it
         layer.input_layernorm = torch.nn.Identity()
     if told.get("norm_before_residual"):
         layers[0].__class__ = ResidualOfNorm
+    for layer, kind in zip(layers, told.get("layer_types") or (), strict=False):
+        if kind == "sliding_attention":  # a window counts a query's own key; SGLang those before it
+            layer.self_attn.attn.sliding_window_size = told["sliding_window"] - 1
     if not told.get(QK_NORM):
         return
     for layer in layers:

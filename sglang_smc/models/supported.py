@@ -16,13 +16,12 @@ from sglang.srt.configs.model_config import (
     is_minimax_sparse,
     is_multimodal_model,
 )
-from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.utils.hf_transformers_utils import get_context_length
 
 from sglang_smc.models import head_kinds as kinds
+from sglang_smc.models.draft_config import trained_length
 from sglang_smc.models.softmax import Heads
 from sglang_smc.options.server import DEFAULTS
 from sglang_smc.upstream import (
@@ -94,48 +93,47 @@ _RECURRENT = {
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
 }
+# Architectures whose positions are rows of a learned table: beyond its end there is nothing.
+_LEARNED_POSITIONS = {"GPT2LMHeadModel", "GPTBigCodeForCausalLM", "OPTForCausalLM"}
+
 _UNSERVED = (
     f"a recurrent (Mamba-like) state, which a target of {' or '.join(sorted(_RECURRENT))} alone "
     "may have, on SGLang 0.5.23"
 )
 
 
+def target_refusals(server_args: Arguments) -> list[str]:
+    """Return a sentence for each property of the target that no other setting would mend."""
+    return [
+        f"--model-path {server_args.model_path} has {kind}; {_ALLOWED}. {_FAMILIES}. To serve this "
+        "one, leave out --speculative-algorithm SMC with its flags, or pass one of SGLang's own."
+        for kind in _kinds(model_config_of(server_args))
+    ]
+
+
 def model_problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
-    """Return a sentence for everything about target and draft that SMC cannot run.
+    """Return a sentence for everything else about target and draft that SMC cannot run.
 
     Args:
         widest_heads: the largest supported head dimension; None for any.
     """
     target = model_config_of(server_args)
-    found = [
-        f"--model-path {server_args.model_path} has {kind}; {_ALLOWED}. {_FAMILIES}. To serve this "
-        "one, leave out --speculative-algorithm SMC with its flags, or pass one of SGLang's own."
-        for kind in _kinds(target)
-    ] + _head_problems("--model-path", server_args.model_path, target, widest_heads)
+    found = _head_problems("--model-path", server_args.model_path, target, widest_heads)
     found += _state_problems(server_args, target)
     found += _image_problems(server_args, target)
     found += _transfer_problems(server_args, target)
     draft = server_args.speculative_draft_model_path
     if draft is None:
         return found
-    config = ModelConfig.from_server_args(
-        server_args,
-        model_path=draft,
-        model_revision=server_args.speculative_draft_model_revision or "main",
-        is_draft_model=True,
-        context_length=0,  # none is too long: SGLang would name neither flag nor draft
-    )
-    config.is_draft_model = False  # else SGLang's layer queries refer to MTP layers
-    if draft == server_args.model_path and kinds.reads_states(server_args):
-        kinds.take_mtp(config)
+    config = _draft_config(server_args)
     flag = "--speculative-draft-model-path"
-    longest = get_context_length(config.hf_text_config)
-    if longest < target.context_len and not envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.get():
+    longest = trained_length(config.hf_text_config)
+    name = kinds.architecture_of(config)
+    if longest < target.context_len and name in _LEARNED_POSITIONS:
         found.append(
-            f"{flag} {draft} is made for texts of {longest} tokens, and this server's have up to "
-            f"{target.context_len}; allowed: no fewer. Pass --context-length {longest}, choose "
-            "another draft, or set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, with which this "
-            "one drafts beyond, where it may fit worse."
+            f"{flag} {draft} is a {name}, with a learned table of {longest} positions, and this "
+            f"server's texts have up to {target.context_len} tokens; allowed: no fewer positions "
+            f"than tokens. Pass --context-length {longest}, or choose another draft."
         )
     num_steps = server_args.speculative_num_steps or DEFAULTS.num_steps
     view = resolved_view(server_args)
@@ -150,6 +148,36 @@ def model_problems(server_args: Arguments, widest_heads: int | None) -> list[str
             for kind in _kinds(config, as_draft=True)
         ]
     return found + _head_problems(flag, draft, config, widest_heads)
+
+
+def _draft_config(server_args: Arguments) -> ModelConfig:
+    """Return the configuration of the draft, with the positions that its checkpoint states."""
+    draft = server_args.speculative_draft_model_path
+    config = ModelConfig.from_server_args(
+        server_args,
+        model_path=draft,
+        model_revision=server_args.speculative_draft_model_revision or "main",
+        is_draft_model=True,
+        context_length=0,  # which extends none
+    )
+    config.is_draft_model = False  # else SGLang's layer queries refer to MTP layers
+    if draft == server_args.model_path and kinds.reads_states(server_args):
+        kinds.take_mtp(config)
+    return config
+
+
+def beyond_training(server_args: Arguments) -> str | None:
+    """Return a warning if the draft was trained on shorter texts than the server may get."""
+    longest = trained_length(_draft_config(server_args).hf_text_config)
+    context = model_config_of(server_args).context_len
+    if longest >= context:
+        return None
+    return (
+        f"--speculative-draft-model-path {server_args.speculative_draft_model_path} was trained on "
+        f"texts of up to {longest} tokens, and this server's have up to {context}: from token "
+        f"{longest} on fewer of its draft tokens are kept, which costs speed. In mode exact texts "
+        "are the target's all the same."
+    )
 
 
 def _head_problems(flag: str, path: str, model: ModelConfig, widest: int | None) -> list[str]:

@@ -305,21 +305,32 @@ class Policy:
     """Policy that sets the budget of N and K by the load.
 
     All ranks of a server must make the same calls with the same costs, to set the same budget.
+
+    Args:
+        top: the largest.
+        costs: of rounds; None where they are not known, so that ``fixed`` stays.
+        fixed: a budget.
     """
 
-    def __init__(self, top: Budget, costs: Costs | RoundCosts) -> None:
+    def __init__(
+        self, top: Budget, costs: Costs | RoundCosts | None, fixed: Budget | None = None
+    ) -> None:
         self.costs = costs
+        self.top = top
         self._budgets = budgets(top)
         self._acceptance = Acceptance()
         self._branching = Branching()
         self._length = 0.0  # of a running sequence, on average
-        self.budget = self.best(1, top)
+        self.budget = fixed or top
+        if costs is not None:
+            self.budget = self.best(1, top)
         self._num_rounds = 0
         self._num_off = 0  # rounds without drafts, since the last with some
         self._num_lost = 0  # trials in a row, at most `_RAREST`
         self._considered = 0  # running requests when a budget was last considered
         self._widest = top  # of them
-        self._drafted: list[int] = []  # tokens kept by rounds that drafted since then
+        self._drafted: list[int] = []  # tokens kept by rounds on the budget since then
+        self._has_learned = False  # in this round
 
     def learn(self, budget: Budget, num_kept: int, num_nodes: int | None = None) -> None:
         """Count the draft tokens that one request's round kept, with N and K of ``budget``.
@@ -327,16 +338,19 @@ class Policy:
         ``num_nodes`` are the distinct nodes of its tree; None where the round did not count them.
         """
         if budget.num_steps:
+            self._has_learned = True
             self._acceptance.add(budget, num_kept)
-            self._drafted.append(num_kept)
+            if budget == budget.within(self.budget):
+                self._drafted.append(num_kept)
             if num_nodes and budget.num_particles > 1:
                 self._branching.add(budget, num_nodes)
 
     def end_round(self) -> None:
         """End a round, after `learn` for all its requests."""
-        if self.budget != OFF:
+        if self._has_learned:
             self._acceptance.fade()
             self._branching.fade()
+        self._has_learned = False
 
     def choose(
         self,
@@ -350,11 +364,13 @@ class Policy:
         Another is considered every `_PERIOD` rounds, and once the load has doubled.
 
         Args:
-            batch_size: running requests.
+            batch_size: running requests that a budget bounds.
             widest: the most particles, and the most steps, of any of them.
             fits: returns whether there is memory for a budget.
             length: tokens of a request's sequence, on average.
         """
+        if self.costs is None:
+            return
         self._num_rounds += 1
         self._num_off = self._num_off + 1 if self.budget == OFF else 0
         if self._num_rounds % _PERIOD and batch_size < 2 * self._considered:
@@ -371,9 +387,25 @@ class Policy:
         n, k = best
         logger.info("SMC adapts to N = %d, K = %d: %s", n, k, self.reason)
 
+    def pays_apart(self, num_larger: int, num_others: int, budget: Budget) -> bool:
+        """Return whether requests that no budget bounds take less time in a round of their own.
+
+        Args:
+            num_larger: of these.
+            num_others: on ``budget``.
+        """
+        if self.costs is None:
+            return False
+        top = self.top
+        own = self._seconds(top, num_larger, top)
+        others = self._seconds(budget, num_others, top)
+        return own + others < self._seconds(top, num_larger + num_others, top)
+
     @property
     def reason(self) -> str:
         """Return why the budget is in force, for the log and /server_info."""
+        if self.costs is None:
+            return "rounds could not be measured as the server started"
         size = max(self._considered, 1)
         widest = self._widest
         now = self.budget
@@ -428,9 +460,11 @@ class Policy:
         allowed = list(self._budgets)
         tokens = {of: self._acceptance.tokens(of.within(widest)) for of in allowed}
         nodes = {of: self._branching.nodes(of.within(widest)) for of in allowed}
+        costs = self.costs
+        assert costs is not None, "asked for where they are known"
 
         def seconds(budget: Budget, size: int) -> float:
-            return self.costs.round(size, budget, widest, self._length, nodes[budget])
+            return costs.round(size, budget, widest, self._length, nodes[budget])
 
         for size in _sizes(batch_size):
             rates = {of: tokens[of] / seconds(of, size) for of in allowed}
@@ -444,6 +478,7 @@ class Policy:
         return tokens / self._seconds(budget, batch_size, widest)
 
     def _seconds(self, budget: Budget, batch_size: int, widest: Budget) -> float:
+        assert self.costs is not None, "asked for where they are known"
         nodes = self._branching.nodes(budget.within(widest))
         return self.costs.round(batch_size, budget, widest, self._length, nodes)
 

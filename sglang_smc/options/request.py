@@ -4,9 +4,10 @@ A request sets options in `custom_params={"smc": {...}}`, by the names of `SMCCo
 values apply to all others. A key without effect in the request's mode is rejected, as is an unknown
 one.
 
-A *budget* bounds N and K for all requests of a batch where the server adapts to its load; a
+A *budget* bounds N and K for the requests of a batch where the server adapts to its load; a
 request's own N and K bound them, too. With the lowest budget, N = 1 and K = 0, no tokens are
-drafted, and the target decodes alone.
+drafted, and the target decodes alone. A request with a seed keeps its N and K, so that its text
+does not depend on the load.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
@@ -15,6 +16,7 @@ from msgspec.structs import asdict, replace
 
 from sglang_smc.options.server import (
     AUTO_EVIDENCE_THRESHOLD,
+    DEFAULTS,
     EVIDENCE_THRESHOLD,
     LONG_LAG,
     SERVER_FIELDS,
@@ -27,6 +29,7 @@ from sglang_smc.options.server import (
     with_implied,
 )
 from sglang_smc.potentials.spec import PotentialSpec, parse_specs
+from sglang_smc.printable import in_all, shown
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -59,7 +62,13 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
     # The rest are no keys.
     constrained: bool = False  # whether the request has a grammar
     greedy: bool = False  # whether the request takes the likeliest token, as at temperature 0
+    seeded: bool = False  # whether it has a seed of its own, which its text depends on
     threshold_in_force: float | None = None  # of evidence, for its tilt; set when it starts
+
+    @property
+    def keeps_sizes(self) -> bool:
+        """Return whether no budget bounds it: with a seed, or where N is its fidelity."""
+        return self.seeded or (self.adaptive == "auto" and self.weighs)
 
     @property
     def extras(self) -> frozenset[str]:
@@ -155,7 +164,7 @@ def chosen_keys(given: Any, where: str = CUSTOM_PARAMS) -> dict[str, Any]:
         return {}
     if not isinstance(given["smc"], dict):
         raise ValueError(
-            f"{where} is {given['smc']!r}; allowed: an object with keys of {', '.join(KEYS)}."
+            f"{where} is {shown(given['smc'])}; allowed: an object with keys of {', '.join(KEYS)}."
         )
     return given["smc"]
 
@@ -171,6 +180,8 @@ def config_of(server: SMCConfig, req: "Req") -> RequestConfig:
         found = _configured(server, chosen_keys(params.custom_params), constrained)
         if params.top_k == 1:  # SGLang's form of temperature 0
             found = at_temperature_0(found)
+        elif params.sampling_seed is not None:
+            found = replace(found, seeded=True)
         req.smc_config = found  # pyright: ignore[reportAttributeAccessIssue] -- ours
     return found
 
@@ -197,18 +208,18 @@ def without_drafts(asked: _Config) -> _Config:
 
 def _raise_if(problems: list[str], where: str) -> None:
     if problems:
-        raise ValueError(f"{where} " + " ".join(problems))
+        raise ValueError(f"{where} {in_all(problems)}")
 
 
 def _problem(server: SMCConfig, name: str, value: Any) -> str | None:
     """Return what is wrong with a key or its value, or None."""
     if name not in KEYS:
-        return f"the unknown key {name!r}; allowed: {', '.join(KEYS)}."
+        return f"the unknown key {shown(name)}; allowed: {', '.join(KEYS)}."
     try:
         if name == POTENTIALS_KEY:
             parse_specs(value)
         elif not (allowed := _range_of(name, server)).holds(value):
-            return f"{name}={value!r}; allowed: {allowed.words}."
+            return f"{name}={shown(value)}; allowed: {allowed.words}."
     except ValueError as error:
         return str(error)
     return None
@@ -250,7 +261,7 @@ def _conflicts(config: RequestConfig, chosen: dict[str, Any]) -> list[str]:
     lacking = check_support(config)
     found = [f"has {lacking}"] if lacking else []
     found += [
-        f"has {name}={value!r}, which has no effect in mode {config.mode!r}; allowed: mode "
+        f"has {name}={shown(value)}, which has no effect in mode {config.mode!r}; allowed: mode "
         f"{' or '.join(map(repr, KEYS[name].modes))}. Leave one of the two out."
         for name, value in chosen.items()
         if config.mode not in KEYS[name].modes and not _is_neutral(name, value)
@@ -284,7 +295,8 @@ def _conflicts_without_drafts(config: RequestConfig, chosen: dict[str, Any]) -> 
 def _told(name: str, config: RequestConfig, chosen: dict[str, Any]) -> str:
     """Return a setting with its value, and where it is the server's, with its flag."""
     value = chosen.get(name, getattr(config, name))
-    return f"{name}={value!r}" + ("" if name in chosen else f" (this server's {flag_of(name)})")
+    whose = "" if name in chosen else f" (this server's {flag_of(name)})"
+    return f"{name}={shown(value)}{whose}"
 
 
 def _is_neutral(name: str, value: Any) -> bool:
@@ -316,6 +328,15 @@ def budgets(top: Budget) -> tuple[Budget, ...]:
     return *(Budget(n, k) for n in _halved(top.num_particles) for k in steps), OFF
 
 
+def unmeasured(top: Budget) -> Budget:
+    """Return the budget of a server that adapts, but does not know what rounds cost.
+
+    It is the first within the N and K of servers that do not adapt.
+    """
+    usual = Budget(DEFAULTS.num_particles, DEFAULTS.num_steps)
+    return next(of for of in budgets(top) if of.within(usual) == of)
+
+
 def apply_budget(asked: _Config, budget: Budget | None) -> _Config:
     """Return a request's options on a budget; None leaves them as they are.
 
@@ -324,7 +345,7 @@ def apply_budget(asked: _Config, budget: Budget | None) -> _Config:
     Verification supports only the target p, or p renormalised at each token, so requests for a
     power of p and, in mode smc, for p under a mask keep their particles.
     """
-    if budget is None:
+    if budget is None or asked.keeps_sizes:
         return asked
     num_particles = asked.num_particles
     if asked.is_normalized:

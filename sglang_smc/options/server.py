@@ -29,6 +29,7 @@ SELECTIONS = ("sample", "argmax")
 KERNELS = ("auto", "triton", "torch")
 DRAFT_LAYERS = ("sglang", "fused", "fused-int8", "auto")
 ROUND_GRAPH = ("auto", "on", "off")
+ADAPTIVE = ("auto", "on", "off")
 
 EVIDENCE_THRESHOLD = 0.5
 """Default threshold. Chosen by bench/fidelity, as the next."""
@@ -98,17 +99,28 @@ class Setting(NamedTuple):
     modes: tuple[str, ...] = MODES  # those in which a request's value has an effect
     is_key: bool = True  # whether a request may set it
     sglang_field: str = ""  # of SGLang's own flag, where it has one
+    bare: str | None = None  # the value of a flag without one; None: it needs one
 
 
 _SMC = ("smc",)
+_CHOSEN = "default: by the kind of draft and of target"
 
 
 class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a server, which apply unless a request sets its own."""
+    """Settings of a server, which apply unless a request sets its own.
+
+    N and K of a server that is given none are those of `drafts.sizes`.
+    """
 
     # K: a round yields at most K + 1 tokens, with the target's bonus.
     num_steps: Annotated[
-        int, Setting(integers(1), "Tokens drafted a round", sglang_field="speculative_num_steps")
+        int,
+        Setting(
+            integers(1),
+            "Tokens drafted a round",
+            f"at least 1, {_CHOSEN}",
+            sglang_field="speculative_num_steps",
+        ),
     ] = 8
     mode: Annotated[
         str,
@@ -121,7 +133,12 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "smc"
     num_particles: Annotated[  # N
-        int, Setting(integers(1, MAX_PARTICLES), "Particles: continuations kept alive per request")
+        int,
+        Setting(
+            integers(1, MAX_PARTICLES),
+            "Particles: continuations kept alive per request",
+            f"1 to {MAX_PARTICLES}, {_CHOSEN}",
+        ),
     ] = 8
     # None: `verified` where p is not all of a request's target, else `draft`.
     proposal: Annotated[
@@ -273,15 +290,19 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     adaptive: Annotated[
-        bool,
+        str,
         Setting(
-            Range(bool, "True or False"),
-            "Adapt particles and steps to the load, by the measured cost of rounds: where "
+            one_of(ADAPTIVE),
+            "Whether particles and steps adapt to the load, by the measured cost of rounds: where "
             "speculation does not pay, requests get fewer than they ask for, down to one verified "
-            "chain, or plain decoding",
+            "chain, or plain decoding. 'auto' adapts those of requests in modes 'exact' and 'auto' "
+            "on a server in one of these, 'on' those of mode 'smc', too. A request with a seed "
+            "keeps what it asks for",
+            "auto, on, off, default auto; alone: on",
             is_key=False,
+            bare="on",
         ),
-    ] = False
+    ] = "auto"
     # No field, but a flag: `potentials.declared` reads its texts, and `presets` below.
     potential: ClassVar[
         Annotated[
@@ -330,6 +351,16 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     def round_sizes(self) -> tuple[int, int, bool]:
         """Return N, K and whether the round only verifies, its inputs if the server adapts."""
         return self.num_particles, self.num_steps, self.is_exact
+
+    @property
+    def adapts(self) -> bool:
+        """Return whether N and K adapt to the load."""
+        return self.adaptive == "on" or (self.adaptive == "auto" and not self.weighs)
+
+    @property
+    def keeps_sizes(self) -> bool:
+        """Return whether its N and K stay as they are where the server adapts those of others."""
+        return False
 
     @property
     def weighs(self) -> bool:
@@ -393,9 +424,10 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             default = getattr(DEFAULTS, name)
             if not (SETTINGS[name].allowed.holds(value) or value is default is None):
+                left = "the default" if name in CHOSEN else repr(default)
                 raise ValueError(
                     f"{out_of_range(name, value)} Pass a value in that range, or leave the flag "
-                    f"out to get {default!r}."
+                    f"out to get {left}."
                 )
         conflicts = [*self.conflicts(SETTINGS)]
         if self.tilt is not None and self.mode != "auto":
@@ -433,6 +465,9 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 DEFAULTS = SMCConfig()
+
+CHOSEN = ("num_particles", "num_steps")
+"""Settings that a server chooses where they are not given, by `drafts.sizes`."""
 
 
 def settings_of(config: type[SMCConfig]) -> dict[str, Setting]:

@@ -15,6 +15,7 @@ import msgspec
 
 from sglang_smc.operator_code import at, describe, not_loaded
 from sglang_smc.potentials.base import Potential
+from sglang_smc.printable import reason, shown
 
 MOST = 8
 """The most potentials that one request may name."""
@@ -67,7 +68,7 @@ class Schedule(NamedTuple):
             is_text = isinstance(value, str) and 0 < len(value) <= MOST_DELIMITER
             if kind == "delimiter" and (_is_number(value, 0) or is_text):
                 return cls(delimiter=value)
-        raise ValueError(f"when={when!r}; allowed: {WHEN}.")
+        raise ValueError(f"when={shown(when)}; allowed: {WHEN}.")
 
     @property
     def context(self) -> int:
@@ -110,14 +111,14 @@ class PotentialSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         potential = potentials.get(self.name)
         if potential is None:
             known = ", ".join(map(repr, potentials)) or f"none, since this server has no {FLAG}"
-            raise ValueError(f"potential {self.name!r}, which is unknown; allowed: {known}.")
+            raise ValueError(f"potential {shown(self.name)}, which is unknown; allowed: {known}.")
         try:
             args = msgspec.convert(self.args, potential.Args)
         except BaseException as error:  # of `__post_init__`, which is the operator's code
             what = error if isinstance(error, msgspec.ValidationError) else describe(error)
             raise ValueError(
-                f"potential {self.name!r} with args={self.args!r}: {what}; allowed: "
-                f"{_fields(potential.Args)}."
+                f"potential {shown(self.name)} with args={shown(self.args)}: {reason(what)}; "
+                f"allowed: {_fields(potential.Args)}."
             ) from error
         when = potential.when if self.when is None else self.when
         return msgspec.structs.replace(self, args=args, when=when)
@@ -131,19 +132,20 @@ def parse_specs(given: Any) -> tuple[PotentialSpec, ...]:
     try:
         found = _decoded(given)
     except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"potentials={given!r:.200}: {error}; allowed: {_FORM}.") from error
+        told = f"potentials={shown(given)}: {reason(error)}"
+        raise ValueError(f"{told}; allowed: {_FORM}.") from error
     if len(found) > MOST:
         raise ValueError(f"{len(found)} potentials; allowed: {MOST}. Make a product of some.")
     for spec in found:
         if not (math.isfinite(spec.exponent) and spec.exponent >= 0):
             raise ValueError(
-                f"potential {spec.name!r} with exponent={spec.exponent!r}; allowed: a finite "
+                f"potential {shown(spec.name)} with exponent={spec.exponent!r}; allowed: a finite "
                 "number >= 0."
             )
         try:
             _ = spec.schedule
         except ValueError as error:
-            raise ValueError(f"potential {spec.name!r} with {error}") from error
+            raise ValueError(f"potential {shown(spec.name)} with {error}") from error
     return found
 
 

@@ -12,7 +12,7 @@ from sglang_smc import upstream
 from sglang_smc.models.attention import Implementation
 from sglang_smc.models.draft_layers import quantize_draft
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.models.head_kinds import drafter_named, drafter_of, kind_of
+from sglang_smc.models.head_kinds import drafter_named, drafter_of, kind_of, sizes_for
 from sglang_smc.models.recurrent import RecurrentForward
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftContext, DraftProposer
@@ -31,6 +31,12 @@ def drafter_for(config: SMCConfig, draft: TpModelWorker | None) -> type[DraftPro
     if config.draft_class is not None:
         return drafter_named(config.draft_class)
     return UniformDraft if draft is None else drafter_of(draft.model_runner.model_config)
+
+
+def reason_of_sizes(server_args: ServerArgs, target: TpModelWorker, config: SMCConfig) -> str:
+    """Return where a server's N and K come from."""
+    model = target.model_runner.model_config
+    return sizes_for(upstream.resolved(server_args), model, config).told(config)
 
 
 def build(

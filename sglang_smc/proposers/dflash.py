@@ -227,8 +227,8 @@ class BlockHead(DraftProposer):
         most = cls.most_steps(config, block)
         if num_steps > most:
             yield (
-                f"drafts blocks of {most} tokens, and --speculative-num-steps is {num_steps}: pass "
-                f"--speculative-num-steps {most} or less"
+                f"drafts blocks of {most} tokens, and --speculative-num-steps is {num_steps}; "
+                f"allowed: at most {most}. Leave it out, or pass {most} or less."
             )
 
     @classmethod

@@ -55,7 +55,6 @@ _EAGLE3_EXTRAS = {
     "parallel_drafting": "masks, for several tokens a pass",
     "parallel_draft_step": "further heads, for several tokens a pass",
     "next_layer_regular": "ordinary later layers",
-    "layer_types": "windows",
     "norm_before_fc": "a norm of all states before fc",
     "norm_before_residual": "a norm before the residual",
 }
@@ -176,7 +175,7 @@ class EagleHead(DraftProposer):
         told = config.hf_config.to_dict()
         if architecture_of(config) == kinds.EAGLE[0] and told.get("bias"):
             yield (
-                "has bias in its config.json, of which SGLang makes biases of attention: remove it"
+                "has bias in its config.json, of which SGLang makes biases of attention. Remove it."
             )
         elif is_tied(config) and not is_tied(target):
             yield "ties its LM head to its embedding (tie_word_embeddings), and the target has two"
@@ -379,12 +378,12 @@ class Eagle3Head(EagleHead):
         extras = {name: told.get(name) for name in _EAGLE3_EXTRAS}
         extras["parallel_draft_step"] = (told.get("parallel_draft_step") or 1) > 1
         extras["next_layer_regular"] = extras["next_layer_regular"] and config.num_hidden_layers > 1
-        extras["layer_types"] = "sliding_attention" in (told.get("layer_types") or ())
         latent = architecture_of(config) == kinds.LATENT_EAGLE3
         extras["norm_before_fc"] = latent and told.get("norm_before_fc")
         extras["norm_before_residual"] = latent and told.get("norm_before_residual")
         for name in (name for name, value in extras.items() if value):
             yield f"is an EAGLE-3 head with {_EAGLE3_EXTRAS[name]} ({name})"
+        yield from _window_problems(told, latent)
         reads = cls.num_states(config)
         width = config.hidden_size
         if told.get("use_aux_hidden_state") is False:
@@ -446,6 +445,26 @@ class MTPHead(EagleHead):
     @classmethod
     def _unset_bias(cls, config: ModelConfig) -> bool:
         return False
+
+
+def _window_problems(told: dict[str, Any], latent: bool) -> Iterator[str]:
+    """Yield what of a head's `layer_types` is neither full attention nor a window that it can have.
+
+    Args:
+        told: its configuration.
+        latent: whether it attends to latents (MLA).
+    """
+    types = {*(told.get("layer_types") or ())} - {"full_attention"}
+    window = told.get("sliding_window")
+    if others := types - {"sliding_attention"}:
+        yield f"is an EAGLE-3 head with {', '.join(sorted(others))} (layer_types)"
+    elif types and latent:
+        yield "is an EAGLE-3 head with windows over latents (layer_types)"
+    elif types and not (isinstance(window, int) and window > 0):
+        yield (
+            f"has sliding_window {window!r}, and layer_types with sliding_attention, which takes a "
+            "whole number above 0"
+        )
 
 
 def _eagle_config(config: ModelConfig) -> dict[str, Any]:

@@ -9,14 +9,17 @@ from torch.nn.attention.bias import causal_lower_right
 from sglang_smc.models.attention import PoolAttention
 from sglang_smc.models.latent_attention import NAME as LATENTS
 from sglang_smc.models.softmax import Softmax, gather_slots
+from sglang_smc.models.supported import window_of
 from sglang_smc.upstream import kv_layers
+
+_AT_ONCE = 1024  # queries of a layer with a window, whose mask is a tensor
 
 
 class PromptAttention(PoolAttention):
-    """Causal attention of a head over prompts, without their first token.
+    """Causal attention of a head over prompts, or windows of them, without their first token.
 
-    No backend of SGLang does that. Prompts are processed one by one, each in one call of torch's.
-    The last layer's keys end the pass, by `KeysWritten`.
+    No backend of SGLang does that. Prompts are processed one by one, each in one call of torch's,
+    or in some where a layer has a window. The last layer's keys end the pass, by `KeysWritten`.
 
     Args:
         runner: the head's, its pools built.
@@ -49,20 +52,45 @@ class PromptAttention(PoolAttention):
             if rows.start < rows.stop:
                 position = torch.arange(1, known + new, device=q.device)
                 slots = table[row, position].long()
-                output[rows] = self._attend(query[rows], slots, layer.layer_id, softmax)
+                output[rows] = self._attend(query[rows], slots, layer, softmax)
         return output.view(q.shape)
 
     def _attend(
-        self, query: torch.Tensor, slots: torch.Tensor, layer_id: int, softmax: Softmax
+        self, query: torch.Tensor, slots: torch.Tensor, layer: RadixAttention, softmax: Softmax
     ) -> torch.Tensor:
         """Attend with queries ``[Q, q_heads, head_dim]`` of the last of slots ``[L]``."""
-        stored = self.token_to_kv_pool.get_kv_buffer(layer_id)
+        window = window_of(layer)
+        if window is None:
+            mask = causal_lower_right(len(query), len(slots))
+            return self._softmax(query, slots, layer, softmax, mask)
+        found = []
+        before = len(slots) - len(query)
+        for first, part in zip(
+            range(before, len(slots), _AT_ONCE), query.split(_AT_ONCE), strict=True
+        ):
+            seen = slots[max(first - window, 0) : first + len(part)]
+            every = torch.ones(len(part), len(seen), dtype=torch.bool, device=query.device)
+            own = len(seen) - len(part)  # key of the first query
+            mask = every.tril(own).triu(own - window)
+            found.append(self._softmax(part, seen, layer, softmax, mask))
+        return torch.cat(found)
+
+    def _softmax(
+        self,
+        query: torch.Tensor,
+        slots: torch.Tensor,
+        layer: RadixAttention,
+        softmax: Softmax,
+        mask: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend with queries to the keys of ``slots`` that a mask ``[Q, L]`` shows them."""
+        stored = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         keys, values = (self._of_heads(cache, slots, query.dtype) for cache in stored)
         found = torch.nn.functional.scaled_dot_product_attention(
             query.transpose(0, 1).unsqueeze(0),
             keys.unsqueeze(0),
             values.unsqueeze(0),
-            attn_mask=causal_lower_right(len(query), len(slots)),
+            attn_mask=mask,
             scale=softmax.scaling,
         )
         return found.squeeze(0).transpose(0, 1) * softmax.value_scale

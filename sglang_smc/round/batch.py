@@ -11,6 +11,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_smc.kv import arena
 from sglang_smc.kv.sizes import tensor_bytes
 from sglang_smc.kv.transfer import on_device
+from sglang_smc.options.policy import Policy
 from sglang_smc.options.request import Budget, RequestConfig, apply_budget, request_config, union
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.rules.registry import has_rules, has_scorers
@@ -109,6 +110,11 @@ class RoundInputs(NamedTuple):
         _, num_particles, num_steps, is_exact = self.known.unbind()
         return num_particles, num_steps, is_exact
 
+    def of_places(self, places: list[int]) -> "RoundInputs":
+        """Return the inputs of the requests at these places."""
+        index = on_device(self.rows.device, places)
+        return RoundInputs._make(column.index_select(-1, index) for column in self)
+
     def split(self, most: int) -> "list[RoundInputs]":
         """Return the inputs of slices of at most ``most`` groups."""
         columns = (column.split(most, dim=-1) for column in self)
@@ -184,6 +190,47 @@ def shape_of(reqs: list[Req], returns_logprobs: bool = False) -> RoundShape:
     if logprobs.own:
         shape = shape.scoring(logprobs)
     return shape.needing(chain.from_iterable(set(map(_needs_of, reqs, states))))
+
+
+class BatchPart(NamedTuple):
+    """Requests of a batch that play a round together."""
+
+    places: list[int]  # in the batch
+    reqs: list[Req]
+    inputs: RoundInputs
+    shape: RoundShape
+
+
+#: Extras of which those of two rounds are joined; with others a batch is one round.
+_JOINED = frozenset({"return_logprob"})
+
+
+def groups_of(batch: ScheduleBatch, inputs: RoundInputs, policy: Policy | None) -> list[BatchPart]:
+    """Return the rounds of a batch: one, or two if these take less time.
+
+    A round takes as long as its largest request does for all. Where the load has the server reduce
+    N and K, a request that keeps its own would cost all others theirs.
+
+    Args:
+        policy: adapts N and K; None if they stay.
+    """
+    shape = shape_of(batch.reqs, batch.return_logprob)
+    places = list(range(len(batch.reqs)))
+    whole = [BatchPart(places, batch.reqs, inputs, shape)]
+    budget = shape.budget
+    if policy is None or budget is None or not shape.extras <= _JOINED:
+        return whole
+    sizes = [state_of(req).sizes for req in batch.reqs]
+    larger = [i for i, of in enumerate(sizes) if of != of.within(budget)]
+    others = [i for i, of in enumerate(sizes) if of == of.within(budget)]
+    if not larger or not others or not policy.pays_apart(len(larger), len(others), budget):
+        return whole
+    found = []
+    for some, bound in ((larger, policy.top), (others, budget)):
+        reqs = [batch.reqs[i] for i in some]
+        of_some = shape_of(reqs, batch.return_logprob)._replace(budget=bound)
+        found.append(BatchPart(some, reqs, inputs.of_places(some), of_some))
+    return found
 
 
 def _needs_of_mode(config: SMCConfig) -> list[Need]:

@@ -7,7 +7,7 @@ from sglang.srt.distributed.parallel_state import GroupCoordinator
 
 from sglang_smc.models.recorder import Ranks, Record, cuda_session
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.proposers.layer_choice import PassClock
+from sglang_smc.proposers.layer_choice import LayerChoice, PassClock
 from sglang_smc.proposers.layer_trials import trials
 from sglang_smc.round import graph
 from sglang_smc.round.batch import Tables
@@ -38,9 +38,11 @@ class Server(NamedTuple):
 
         Every rank of ``group``, which shares the models, must call it.
         """
-        ranks = Ranks.of(group, self.device)
-        if self.config.round_graph != "off":
+        captures = self.config.round_graph != "off"
+        if captures:
             self.choose_layers()
+        ranks = Ranks.of(group, self.device)  # without the passes of trials
+        if captures:
             try:
                 return self._capture_what_fits(ranks)
             except Exception as error:
@@ -51,21 +53,35 @@ class Server(NamedTuple):
         return Captures(launched=room.launched)
 
     def choose_layers(self) -> None:
-        """Choose which passes of the draft run by fused layers, where the server is to choose."""
-        draft = self.round.draft
-        choice = draft.layer_choice
+        """Choose which passes of the draft run by fused layers, where the server is to choose.
+
+        Where a trial fails, SGLang's layers run all of them. Raises ValueError if it has stopped
+        the device.
+        """
+        choice = self.round.draft.layer_choice
         if choice is None or not choice.is_open:
             return
+        try:
+            self._try_layers(choice)
+        except Exception as error:  # of a compiler, a driver or a kernel, or out of memory
+            choice.leave(f"a trial raises {type(error).__name__}: {error}")
+            if not graph.works(self.device):
+                raise ValueError(
+                    f"A trial of --speculative-smc-draft-layers auto has stopped the device "
+                    f"{self.device}: {type(error).__name__}: {error}. Pass sglang, which tries "
+                    "none."
+                ) from error
+
+    def _try_layers(self, choice: LayerChoice) -> None:
         from sglang_smc.ops.triton_ops import in_order
 
         with cuda_session(self.device) as session:
-            vocab_size = self.tables.requests.vocab_size
             passes = trials(
                 choice,
-                draft,
+                self.round.draft,
                 self.tables.ledger,
                 self.sizes,
-                vocab_size,
+                self.tables.requests.vocab_size,
                 record=session.record,
                 in_order=in_order,
             )

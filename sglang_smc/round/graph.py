@@ -12,7 +12,8 @@ A server captures several kinds of rounds, and replays the first that supports a
     chat     plain with top-k, top-p and min-p, which most models set by default
     edited   plain or chat, with logit edits and log-probabilities
     off      chat of requests that all draft nothing
-    any      all options that need no host: other modes, methods and powers, all particles
+    powers   chat, with powers of p, verified proposals, and all particles
+    any      all options that need no host but verified proposals: other modes, methods and powers
 
 Where N and K adapt, there are graphs of chat for each budget, and of the others except plain and
 off for the largest budget. Rounds that need the host are launched operation by operation, with the
@@ -49,7 +50,12 @@ from sglang_smc.round.batch import (
 )
 from sglang_smc.round.result import Outcome
 from sglang_smc.smc.settings import Need
-from sglang_smc.state.logprobs import LogprobTable, LogprobWidths, recorded_logprobs
+from sglang_smc.state.logprobs import (
+    NO_LOGPROBS,
+    LogprobTable,
+    LogprobWidths,
+    recorded_logprobs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +64,7 @@ Play = Callable[[RoundInputs, RoundShape], Outcome]
 UNBOUNDED = Room(MOST_LAUNCHED, 1 << 60, 1 << 60)
 """Unlimited memory."""
 
-MOST = 70
+MOST = 72
 """Maximum number of graphs of a server, where N and K are at most 8 each."""
 
 FEWEST = 3
@@ -67,19 +73,22 @@ FEWEST = 3
 # Graphs of models alone per size: the draft's first pass, its later ones, and the target's.
 _PASSES = 3
 
+# Kinds that are captured at `CapturedSizes.of_any`: powers and any.
+_OF_ANY = 2
+
 
 class CapturedSizes(NamedTuple):
     """Batch sizes to capture, ascending."""
 
     of_rounds: tuple[int, ...]  # of the kinds that most requests use
     of_edited: tuple[int, ...]  # of kinds with edited logits and log-probabilities
-    of_any: tuple[int, ...]  # of the kind with all options that need no host
+    of_any: tuple[int, ...]  # of powers, and of the kind with nearly all options
     of_passes: tuple[int, ...]  # of models alone, for rounds that need the host
 
     def count(self, num_kinds: int, num_edited: int) -> int:
         """Return the number of graphs for ``num_kinds`` and ``num_edited`` kinds."""
         of_kinds = num_kinds * len(self.of_rounds) + num_edited * len(self.of_edited)
-        return of_kinds + len(self.of_any) + _PASSES * len(self.of_passes)
+        return of_kinds + _OF_ANY * len(self.of_any) + _PASSES * len(self.of_passes)
 
 
 def plan_sizes(
@@ -227,11 +236,16 @@ class Recordings:
         return ", ".join(graphs.shape.lacks(shape))
 
 
+# Beside what the server's own settings need, so that others of a batch replay it, too.
+_OF_POWERS = frozenset({Need.EXTENDS, Need.POWER, Need.OPEN_TOKEN, Need.FILTERS})
+
+
 class Kinds(NamedTuple):
     """Shapes of rounds that a server captures, each on its own budget."""
 
     most_used: list[RoundShape]  # the largest first
     edited: list[RoundShape]  # also used on smaller budgets
+    powers: RoundShape  # likewise
     any: RoundShape  # likewise
     greedy: list[RoundShape]  # by N, the fewest first; any K
     off: list[RoundShape]  # where no request drafts: none where N and K adapt, which have one
@@ -240,10 +254,10 @@ class Kinds(NamedTuple):
     def of(cls, config: SMCConfig, logprobs: LogprobWidths) -> "Kinds":
         """Return the kinds that a server with these settings captures."""
         bounds = budgets(Budget(config.num_particles, config.num_steps))
-        rungs = bounds if config.adaptive else (None,)
+        rungs = bounds if config.adapts else (None,)
         shapes = [shape_of_server(config, rung) for rung in rungs]
         chats = [shape.needing({*shape.needs, Need.FILTERS}) for shape in shapes]
-        most_used = chats if config.adaptive else [*shapes, *chats]
+        most_used = chats if config.adapts else [*shapes, *chats]
         largest = [shape for shape in most_used if shape.budget == rungs[0]]
         edited = [shape.needing({*shape.needs, Need.EDITS}).scoring(logprobs) for shape in largest]
         # Trees of the most steps, at temperature 0.
@@ -251,8 +265,11 @@ class Kinds(NamedTuple):
         trees = [shape_of_server(verified_as_tree(config), rung) for rung in of_n]
         greedy = [one.needing(one.needs - {Need.VERIFIES} | {Need.TREES}) for one in trees]
         alone = shape_of_server(without_drafts(config), OFF)
-        off = [] if config.adaptive else [alone.needing({*alone.needs, Need.FILTERS})]
-        return cls(most_used, edited, shape_of_any(config, rungs[0], logprobs), greedy, off)
+        off = [] if config.adapts else [alone.needing({*alone.needs, Need.FILTERS})]
+        of_any = shape_of_any(config, rungs[0], logprobs)
+        powers = of_any._replace(logprobs=NO_LOGPROBS, extras=frozenset({"return_particles"}))
+        powers = powers.needing(shapes[0].needs | _OF_POWERS)
+        return cls(most_used, edited, powers, of_any, greedy, off)
 
     @property
     def num_most_used(self) -> int:
@@ -317,7 +334,7 @@ def record_rounds(
         return RoundGraphs(play, shape, padding, of)
 
     edited = [graphs_of(shape, sizes.of_edited) for shape in kinds.edited]
-    of_any = graphs_of(kinds.any, sizes.of_any)
+    beside = [graphs_of(shape, sizes.of_any) for shape in (kinds.powers, kinds.any)]
     found: dict[Budget | None, list[RoundGraphs]] = {}
     for shape in kinds.most_used:
         found.setdefault(shape.budget, []).append(graphs_of(shape, sizes.of_rounds))
@@ -327,9 +344,9 @@ def record_rounds(
         off = graphs_of(shape, sizes.of_edited, without_drafts(config))
         found.setdefault(shape.budget, []).append(off)
     most_used = [graphs for these in found.values() for graphs in these]
-    every = [of_any, *edited, *most_used, *greedy]
+    every = [*reversed(beside), *edited, *most_used, *greedy]
     _record_all(every, record, ranks)
-    of_budget = {budget: [*these, *edited, of_any] for budget, these in found.items()}
+    of_budget = {budget: [*these, *edited, *beside] for budget, these in found.items()}
     launched = min(room.launched, sizes.of_passes[-1])  # so that their passes are replayed
     return Recordings(of_budget, greedy, sizes, tables.particles.logprobs, launched)
 
@@ -365,11 +382,15 @@ def explain_failure(error: Exception, config: SMCConfig, ranks: Ranks, device: s
             f"--max-running-requests, fewer sizes in --cuda-graph-bs-decode. {cure}"
         )
     told = f"SMC cannot record rounds as CUDA graphs: {type(error).__name__}: {error}. {cure}"
-    try:
-        torch.get_device_module(device).synchronize()
-        works = True
-    except RuntimeError:
-        works = False
-    if config.round_graph == "on" or ranks.count > 1 or not works:
+    if config.round_graph == "on" or ranks.count > 1 or not works(device):
         raise ValueError(told) from error
     logger.error("%s This server goes on without them: its rounds take longer.", told)
+
+
+def works(device: str) -> bool:
+    """Return whether a device still computes; after an illegal memory access it does not."""
+    try:
+        torch.get_device_module(device).synchronize()
+    except RuntimeError:
+        return False
+    return True

@@ -8,6 +8,7 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.models.chains import Chains
 from sglang_smc.round.extras import Extra, Stages
+from sglang_smc.rules.ends import as_answer
 from sglang_smc.smc.population import Population
 from sglang_smc.smc.weighing import choose, normalized
 from sglang_smc.state.metrics import finite
@@ -63,7 +64,7 @@ def particles_of(req: Req, population: Population, group: int) -> list[dict[str,
     )
     shared = shared_ids(req)
     return [
-        as_particle([*shared, *tail], weight, finite(log_weight))
+        as_particle(*as_answer(req, shared, tail), weight=weight, log_weight=finite(log_weight))
         for tail, weight, log_weight, present in rows
         if present
     ]

@@ -16,7 +16,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 from sglang_smc import process
-from sglang_smc.kv.transfer import each_tensor, on_host
+from sglang_smc.kv.transfer import alike, each_tensor, joined, on_device, on_host
 from sglang_smc.options.policy import Policy
 from sglang_smc.options.request import Budget
 from sglang_smc.proposers.ngram import Corpus
@@ -86,6 +86,25 @@ class Outcome(NamedTuple):
     num_nodes: torch.Tensor | None = None
     extras: Mapping[str, Any] = MappingProxyType({})  # what else the round returns, by its name
 
+    @staticmethod
+    def joined(parts: "Sequence[Outcome]", places: Sequence[int]) -> "Outcome":
+        """Return the outcome of a batch from those of its rounds, in the order of its requests.
+
+        Args:
+            places: of the parts' groups in the batch.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        whole = joined(alike([part._filled() for part in parts]))
+        order = on_device(whole.counts.device, places).argsort()
+        return each_tensor(lambda column: column[order], whole)
+
+    def _filled(self) -> "Outcome":
+        """Return the outcome with all tensors: no first tokens, and no nodes, if there are none."""
+        first = torch.full_like(self.counts, -1) if self.first_tokens is None else self.first_tokens
+        nodes = torch.zeros_like(self.counts) if self.num_nodes is None else self.num_nodes
+        return self._replace(first_tokens=first, num_nodes=nodes, extras=dict(self.extras))
+
     def first(self, size: int) -> "Outcome":
         """Return copies of the first ``size`` groups."""
         return each_tensor(lambda column: column[:size].clone(), self)
@@ -143,7 +162,8 @@ class SMCBatchResult(GenerationBatchResult):
         """Run SGLang's ``resolve`` of the emitted tokens, with SMC's accept statistics.
 
         SGLang counts the emitted tokens, less one, as accepted draft tokens. An SMC round may emit
-        no token, or those of several rounds at once: its kept columns are counted instead.
+        no token, or those of several rounds at once: they are counted by `count_emitted`. The sum
+        for SGLang's accept rate has those of the rounds before.
         """
         outcome = self.outcome
         live = [not (req.is_retracted or req.finished()) for req in batch.reqs]
@@ -158,7 +178,7 @@ class SMCBatchResult(GenerationBatchResult):
         kept = outcome.num_correct_drafts.tolist()
         nodes = None if outcome.num_nodes is None else outcome.num_nodes.tolist()
         failures = outcome.failure.tolist()
-        self.num_correct_drafts = sum(kept)
+        self.num_correct_drafts = self.monitor.take_correct_drafts()
         self.num_correct_drafts_per_req_cpu = kept
         read = ReadRound(batch.reqs, live, tokens, totals, self.logits_output)
         for extra in self.extras:
@@ -183,8 +203,7 @@ class SMCBatchResult(GenerationBatchResult):
     ) -> None:
         """Add one request's round to its state and to the server's statistics."""
         state = state_of(req)
-        req.spec_num_correct_drafts += num_kept
-        req.update_spec_correct_drafts_histogram(num_kept)
+        state.drafts.add_round(num_kept, len(emitted))
         gains = gained(state.counters, totals)
         config = state.config
         replayed = self.can_run_cuda_graph
@@ -192,7 +211,7 @@ class SMCBatchResult(GenerationBatchResult):
             gained=gains,
             weighs=config.weighs,
             num_kept=num_kept,
-            num_emitted=len(emitted),
+            is_silent=not emitted,
             replayed=replayed,
             is_greedy=config.greedy,
             by_model=not config.ngram_matches,
@@ -216,6 +235,19 @@ class SMCBatchResult(GenerationBatchResult):
             if live[i] and totals[i][-1] == -math.inf and registry.end_stuck(req):
                 self.accept_lens[i] = 0
                 live[i] = False
+
+
+def count_emitted(req: "Req", monitor: Monitor) -> None:
+    """Count what a request's last round has put out, once SGLang has looked for the end in it."""
+    drafts = state_of(req).drafts
+    num_tokens = drafts.emit(len(req.output_ids) - len(req.output_ids_through_stop))
+    if req.finished():
+        drafts.cut()
+    correct = drafts.take()
+    for num_drafts in correct:
+        req.spec_num_correct_drafts += num_drafts
+        req.update_spec_correct_drafts_histogram(num_drafts)
+    monitor.count_emitted(sum(correct), num_tokens)
 
 
 def _set_aside(req: "Req") -> tuple[int, list[int]]:

@@ -54,11 +54,23 @@ class StopTexts(LogitsRule):
     @classmethod
     def end_at_match(cls, req: Req) -> None:
         """End a request at a pattern's match in its output; SGLang has checked the rest before."""
-        patterns = _patterns(req)
-        match = patterns and patterns.match_in(shared_ids(req))
-        if match and _is_first(req, match.length):
+        if patterns := _patterns(req):
+            cls.end_at(req, patterns.match_in(shared_ids(req)))
+
+    @classmethod
+    def end_at(cls, req: Req, match: "PatternMatch | None") -> None:
+        """End a request at a pattern's match, unless its output ends before."""
+        if match is not None and _is_first(req, match.length):
             req.finished_reason = FINISHED_MATCHED_REGEX(matched=match.source)
             req.finished_len = match.length
+
+    @classmethod
+    def match_after(
+        cls, req: Req, shared: Sequence[int], tail: Sequence[int]
+    ) -> "PatternMatch | None":
+        """Return a pattern's first match in the output that particles share and a tail."""
+        patterns = _patterns(req)
+        return patterns.match_after(shared, tail) if patterns else None
 
     @classmethod
     def holds_back(cls, req: Req) -> bool:
@@ -91,8 +103,10 @@ class _Reading(NamedTuple):
     states: tuple[PatternState, ...]  # by pattern
 
 
-class _Match(NamedTuple):
-    source: str  # the pattern that matches
+class PatternMatch(NamedTuple):
+    """Where a pattern first matches."""
+
+    source: str  # the pattern
     length: int  # tokens of the output, up to where it first does
 
 
@@ -105,9 +119,9 @@ class StopPatterns:
         self._decode = decode
         self._shared = _Reading([], 0, (START,) * len(sources))
         self._num_read = 0
-        self._match: _Match | None = None
+        self._match: PatternMatch | None = None
 
-    def match_in(self, shared: list[int]) -> _Match | None:
+    def match_in(self, shared: Sequence[int]) -> PatternMatch | None:
         """Return the first match in output tokens, which only grow from call to call."""
         for token in shared[self._num_read :]:
             if self._match is not None:
@@ -115,10 +129,21 @@ class StopPatterns:
             self._num_read += 1
             following = self._read(self._shared, [token])
             if isinstance(following, str):
-                self._match = _Match(following, self._num_read)
+                self._match = PatternMatch(following, self._num_read)
             else:
                 self._shared = following
         return self._match
+
+    def match_after(self, shared: Sequence[int], tail: Sequence[int]) -> PatternMatch | None:
+        """Return the first match in the output that particles share and one of their tails."""
+        if (found := self.match_in(shared)) is not None:
+            return found
+        reading: _Reading | str = self._shared
+        for length, token in enumerate(tail, len(shared) + 1):
+            reading = self._read(reading, [token])
+            if isinstance(reading, str):
+                return PatternMatch(reading, length)
+        return None
 
     def first_match(self, shared: list[int], tail: list[int], new_tokens: list[int]) -> int | None:
         """Return the first match; see the function `first_match`."""

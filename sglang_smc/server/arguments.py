@@ -16,7 +16,6 @@ from sglang_smc.models.head_kinds import (
     Place,
     drafter_named,
     has_mtp,
-    proposed_tokens,
     reads_states,
 )
 from sglang_smc.ops import kind_of
@@ -29,8 +28,8 @@ from sglang_smc.options.server import (
     flag_of,
 )
 from sglang_smc.process import config_of
-from sglang_smc.server import presets, refusals, requirements
-from sglang_smc.upstream import IS_NEWER, Arguments
+from sglang_smc.server import presets, refusals, requirements, sizes
+from sglang_smc.upstream import IS_NEWER, Arguments, model_config_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +42,9 @@ ANY_FLAG = SERVER_ARGS_FIELDS["mode"]
 def check_arguments(server_args: Arguments) -> None:
     """Raise ValueError, listing the reasons, for a server that SMC cannot run on."""
     _draft_from_target(server_args)
-    _steps_from_draft(server_args)
-    problems = [
+    sizes.choose(server_args)
+    # What else is wrong with a server that cannot run would send its operator in circles.
+    problems = supported.target_refusals(server_args) or [
         *_setting_problems(server_args),
         *_draft_problems(server_args),
         *requirements.unmet(server_args),
@@ -72,14 +72,6 @@ def _drafts_alone(view: Arguments) -> bool:
     return view.speculative_smc_ngram_matches or view.speculative_smc_draft_class is not None
 
 
-def _steps_from_draft(server_args: Arguments) -> None:
-    """Take K from a `speculators` checkpoint where none is given."""
-    view = resolved_view(server_args)
-    if view.speculative_num_steps is None and (num_tokens := proposed_tokens(view)) is not None:
-        server_args.speculative_num_steps = num_tokens
-        logger.info("--speculative-num-steps is %d, as the draft proposes.", num_tokens)
-
-
 def resolve(server_args: Arguments) -> None:
     """Write the settings that follow from accepted arguments back into them."""
     config = config_of(server_args)
@@ -87,6 +79,8 @@ def resolve(server_args: Arguments) -> None:
         setattr(server_args, attribute, getattr(config, name))
     # Read once: a later version of the file would not be validated.
     server_args.speculative_smc_presets = presets.as_json(server_args)
+    if resolved_view(server_args).speculative_draft_model_path is not None:
+        _draft_as_target(server_args)
     # Else multimodal models are served as their language model, with a tokenizer alone.
     server_args.enable_multimodal = bool(resolved_view(server_args).enable_multimodal)
     # A chain: one candidate a step; a round has K draft tokens and the bonus token.
@@ -109,7 +103,8 @@ def resolve(server_args: Arguments) -> None:
             "SGLang's prefill graphs are disabled: the draft is a head, which needs the target's "
             "states at all tokens of a prompt, and these graphs store none."
         )
-    if IS_NEWER and server_args.device == "cuda" and not server_args.enable_fp32_lm_head:
+    alone = server_args.tp_size == 1  # ranks would exchange twice the bytes
+    if IS_NEWER and server_args.device == "cuda" and alone and not server_args.enable_fp32_lm_head:
         # Before 0.5.20 the flag converts the whole LM head in each pass.
         server_args.enable_fp32_lm_head = True
         logger.info(
@@ -135,6 +130,18 @@ def resolve(server_args: Arguments) -> None:
             _DEFAULT_MAX_RUNNING_REQUESTS,
         )
     logger.info("SMC speculative decoding: %s", config)
+
+
+def _draft_as_target(server_args: Arguments) -> None:
+    """Have the draft loaded in the target's dtype, and say from where it was not trained.
+
+    With `auto` SGLang would take each model's from its own configuration; a head reads the target's
+    states and embedding.
+    """
+    if server_args.dtype == "auto":
+        server_args.dtype = str(model_config_of(server_args).dtype).removeprefix("torch.")
+    if (warning := supported.beyond_training(server_args)) is not None:
+        logger.warning("%s", warning)
 
 
 def _wants_states(server_args: Arguments) -> bool:

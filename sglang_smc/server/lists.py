@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import Request
 
-from sglang_smc.state.failures import ERROR_TYPE
+from sglang_smc.state.failures import is_own
 
 # Their answers show a finish reason for each item, and its message.
 _ROUTES = ("/generate", "/vertex_generate")
@@ -33,7 +33,7 @@ def shows_each(request: Any) -> bool:
 
 def is_kept(answer: dict[str, Any]) -> bool:
     """Return whether an answer is of a request that SMC has ended, below `whole_or_each`."""
-    return _keeps_errors.get() and answer["meta_info"]["finish_reason"]["err_type"] == ERROR_TYPE
+    return _keeps_errors.get() and is_own(answer["meta_info"]["finish_reason"])
 
 
 async def whole_or_each(answers: AsyncGenerator[Any]) -> AsyncGenerator[Any]:

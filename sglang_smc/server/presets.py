@@ -2,7 +2,8 @@
 
 Proxies and `/v1/messages` drop `custom_params`, and pass on the model's name. SGLang parses
 `model:name` as a model and a LoRA adapter, and puts the adapter's name into `lora_path`. The name
-may be a preset's there, and no name is both.
+may be a preset's there, and no name is both. A prefill server without SMC refuses it there: chats
+may have it in `chat_template_kwargs`, which templates do not look at.
 
 An operator declares presets with `--speculative-smc-presets`; they are validated when the server
 starts. A request's own keys override those of its preset; both are validated together.
@@ -20,11 +21,15 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang_smc import upstream
 from sglang_smc.options.request import CUSTOM_PARAMS, chosen_keys, request_config
 from sglang_smc.options.server import FIELDS, SMCConfig, flag_of, out_of_range
+from sglang_smc.printable import shown
 from sglang_smc.server import refusals
 from sglang_smc.upstream import Arguments
 
 FLAG = flag_of("presets")
 FIELD = FIELDS["presets"]
+
+TEMPLATE_KEY = "smc_preset"
+"""Key of `chat_template_kwargs`, which SGLang's router passes on, with the name of a preset."""
 
 Presets = Mapping[str, dict[str, Any]]
 
@@ -74,9 +79,34 @@ def find(name: Any, presets: Presets, adapters: Collection[str]) -> dict[str, An
     there = ", ".join(map(repr, presets)) or f"none, until the server is started with {FLAG}"
     loaded = ", ".join(map(repr, adapters)) or "none, until it is started with --enable-lora"
     raise ValueError(
-        f"The name {name!r} (lora_path, or what follows the model's name and a colon) is "
+        f"The name {shown(name)} (lora_path, or what follows the model's name and a colon) is "
         f"unknown; presets of this server: {there}; LoRA adapters: {loaded}."
     )
+
+
+def take_from_template(request: Any, presets: Presets) -> None:
+    """Move the preset's name that a chat has in ``chat_template_kwargs`` to its ``lora_path``.
+
+    Raises ValueError for another name, or beside a name in the model or in ``lora_path``.
+    """
+    fields = vars(request)
+    kwargs = fields.get("chat_template_kwargs") or {}
+    if TEMPLATE_KEY not in kwargs:
+        return
+    name = kwargs[TEMPLATE_KEY]
+    if not (isinstance(name, str) and name in presets):
+        there = ", ".join(map(repr, presets)) or f"none, until the server is started with {FLAG}"
+        raise ValueError(
+            f"chat_template_kwargs[{TEMPLATE_KEY!r}] is {name!r:.100}; allowed: a preset of this "
+            f"server: {there}."
+        )
+    if fields.get("lora_path"):
+        raise ValueError(
+            f"chat_template_kwargs[{TEMPLATE_KEY!r}] is {name!r} beside lora_path "
+            f"{fields['lora_path']!r:.100}; allowed: one of them. Leave one out."
+        )
+    request.chat_template_kwargs = {k: v for k, v in kwargs.items() if k != TEMPLATE_KEY}
+    request.lora_path = name
 
 
 def put_in_place(
@@ -90,7 +120,7 @@ def put_in_place(
     Raises ValueError if a name is unknown, or a preset and the request's own keys conflict.
     """
     if request.lora_id is not None:  # SGLang would hand it on, to a scheduler that may lack it
-        raise ValueError(f"lora_id is {request.lora_id!r:.100}; send a name, as lora_path.")
+        raise ValueError(f"lora_id is {shown(request.lora_id)}; send a name, as lora_path.")
     names = request.lora_path
     params = request.sampling_params
     if not names:

@@ -20,6 +20,7 @@ from sglang_smc.guard.validation import change_params
 from sglang_smc.options.request import CUSTOM_PARAMS, POTENTIALS_KEY, RequestConfig, request_config
 from sglang_smc.options.server import SETTINGS, SMCConfig, out_of_range
 from sglang_smc.potentials.spec import FLAG, declaration_problems, load
+from sglang_smc.printable import in_all, shown
 from sglang_smc.process import potentials_of
 from sglang_smc.state.logprobs import MOST_LISTED
 from sglang_smc.upstream import Arguments, resolved
@@ -119,7 +120,7 @@ def check_request(
     problems = _used(refused, lambda field: getattr(request, field, None))
     problems += _used(_SAMPLING, params.get)
     if problems:
-        raise ValueError("SMC speculative decoding does not support " + " ".join(problems))
+        raise ValueError("SMC speculative decoding does not support " + in_all(problems))
     _check_images(request)
     _check_edits(params.get("logit_bias"), request.custom_logit_processor)
     check_grammars(params)
@@ -169,7 +170,7 @@ def check_logprobs(request: GenerateReqInput, vocab_size: int) -> None:
     }
     for name, given in each.items() if request.return_logprob else ():
         if given > most:
-            raise ValueError(f"{name} is {given!r}; allowed: a whole number, 0 to {most}.")
+            raise ValueError(f"{name} is {shown(given)}; allowed: a whole number, 0 to {most}.")
 
 
 def _params(request: GenerateReqInput) -> dict[str, Any]:
@@ -180,7 +181,7 @@ def _params(request: GenerateReqInput) -> dict[str, Any]:
 
 def _used(refusals: Iterable[_Refusal], read: Callable[[str], Any]) -> list[str]:
     return [
-        f"{refusal.field}={repr(read(refusal.field)) if refusal.is_shown else '...'}. "
+        f"{refusal.field}={shown(read(refusal.field)) if refusal.is_shown else '...'}. "
         f"{refusal.instead}."
         for refusal in refusals
         if refusal.is_used(read(refusal.field))
@@ -208,12 +209,12 @@ def _check_edits(logit_bias: Any, processor: Any) -> None:
     """Raise ValueError for logit edits that would end SGLang's scheduler."""
     if logit_bias is not None and not _is_bias(logit_bias):
         raise ValueError(
-            f"logit_bias={logit_bias!r}; allowed: an object of token ids, as strings, and numbers "
-            f"from -{_HIGHEST_BIAS:g} to {_HIGHEST_BIAS:g}."
+            f"logit_bias={shown(logit_bias)}; allowed: an object of token ids, as strings, and "
+            f"numbers from -{_HIGHEST_BIAS:g} to {_HIGHEST_BIAS:g}."
         )
     if processor and not _is_serialized(processor):
         raise ValueError(
-            f"custom_logit_processor={processor!r}; allowed: what `to_str()` of a subclass of "
+            f"custom_logit_processor={shown(processor)}; allowed: what `to_str()` of a subclass of "
             "sglang.srt.sampling.custom_logit_processor.CustomLogitProcessor returns."
         )
 

@@ -34,6 +34,7 @@ _NO_WAIT = "a round loads the adapters of its requests, and waits for none"
 _NO_PAGES = "rows of particles are put in the order of pages on 0.5.23 and later alone"
 _NO_HOST_POOL = "the host keeps all of the draft's KV on 0.5.23 and later alone"
 _OWN_ATTENTION = "particles have an attention of their own, which this would not reach"
+_NO_EFFECT = "this belongs to other algorithms and would have no effect"
 _TEXT_ONLY = "an SMC server generates text, in one process, from text"
 _CACHE_TYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
@@ -83,7 +84,7 @@ _AT_DEFAULT = {
     "SMC verifies in its own way; see --speculative-smc-tilt": "speculative_use_rejection_sampling "
     "speculative_accept_threshold_single speculative_accept_threshold_acc "
     "speculative_use_block_verification",
-    "this belongs to other algorithms and would have no effect": "speculative_draft_window_size "
+    _NO_EFFECT: "speculative_draft_window_size "
     "speculative_draft_sink_size speculative_skip_dp_mlp_sync enable_multi_layer_eagle "
     "speculative_dflash_block_size speculative_domino_candidate_pool_size uno_lora_path "
     "speculative_dspark_block_size speculative_dspark_sps_table_path "
@@ -162,12 +163,12 @@ def unmet(server_args: Arguments) -> list[str]:
     # Until resolution ends, fields may lag behind the values that earlier steps have set.
     view = resolved_view(server_args)
     return [
-        f"--{required.field.replace('_', '-')} is {getattr(view, required.field)!r}; allowed: "
+        f"--{required.field.replace('_', '-')} is {value!r}; allowed: "
         f"{' or '.join(map(repr, required.allowed))}, since {required.because}. {required.instead}"
         for required in REQUIREMENTS
         if hasattr(view, required.field)
         if not (view.speculative_smc_ngram_matches and required.field in _NGRAM)
-        if getattr(view, required.field) not in required.allowed
+        if (value := _value_of(required, server_args, view)) not in required.allowed
     ] + [
         *_draft_problems(view),
         *_expert_problems(view),
@@ -175,6 +176,14 @@ def unmet(server_args: Arguments) -> list[str]:
         *_ngram_problems(view),
         *_environment_problems(),
     ]
+
+
+def _value_of(required: Requirement, server_args: Arguments, view: Any) -> Any:
+    """Return what a field is judged by.
+
+    Of what would have no effect that is the given value: SGLang sets some for a family of models.
+    """
+    return getattr(server_args if required.because == _NO_EFFECT else view, required.field)
 
 
 def _ngram_problems(view: Any) -> Iterator[str]:

@@ -2,13 +2,13 @@
 
 import json
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from sglang.srt.entrypoints.openai.sse_utils import build_sse_content
 from sglang.srt.managers.io_struct import GenerateReqInput
-from transformers import PreTrainedTokenizerBase
 
+from sglang_smc.server import usage
 from sglang_smc.state.metrics import META_PREFIX
 
 META_INFO_WISH = "return_meta_info"
@@ -16,8 +16,8 @@ META_INFO_WISH = "return_meta_info"
 # Attribute of a request: the meta_info of its finished responses, by their index.
 _FINISHED = "smc_finished"
 
-_PARTICLES = META_PREFIX + "particles"
-_TRACE = META_PREFIX + "trace"
+PARTICLES = META_PREFIX + "particles"
+TRACE = META_PREFIX + "trace"
 
 
 def hand_back(answers: AsyncIterator[dict], obj: GenerateReqInput) -> AsyncIterator[dict]:
@@ -41,10 +41,18 @@ def shown(request: Any, meta_info: dict) -> dict | None:
 async def with_meta_info(
     chunks: AsyncIterator[str], request: Any, finished: dict[int, dict]
 ) -> AsyncIterator[str]:
-    """Yield a stream of the OpenAI routes, with meta_info in the chunks that end its choices."""
+    """Yield a stream of the OpenAI routes, with what SGLang leaves out of some of its chunks.
+
+    In those that end a choice it is meta_info, in the one with the whole usage the draft tokens.
+    """
     async for chunk in chunks:
         # Within a text the quotes would be escaped.
-        yield _ended(chunk, request, finished) if '"finish_reason":"' in chunk else chunk
+        if '"finish_reason":"' in chunk:
+            yield _ended(chunk, request, finished)
+        elif '"choices":[]' in chunk and '"usage":{' in chunk:
+            yield _counted(chunk, finished)
+        else:
+            yield chunk
 
 
 async def with_logprobs(chunks: AsyncIterator[str], step: Mapping[str, Any]) -> AsyncIterator[str]:
@@ -69,11 +77,26 @@ async def with_logprobs(chunks: AsyncIterator[str], step: Mapping[str, Any]) -> 
 
 def _ended(chunk: str, request: Any, finished: dict[int, dict]) -> str:
     """Return a chunk that ends choices, with their meta_info."""
-    body = json.loads(chunk.removeprefix("data: "))
+    body = _body_of(chunk)
     for choice in body["choices"]:
         meta_info = shown(request, finished.get(choice["index"], {}))
         if choice["finish_reason"] and meta_info:
             choice["meta_info"] = meta_info
+    return _as_chunk(body)
+
+
+def _counted(chunk: str, finished: dict[int, dict]) -> str:
+    """Return the chunk with the usage of all choices, with their draft tokens."""
+    body = _body_of(chunk)
+    usage.add_details(body, finished.values())
+    return _as_chunk(body)
+
+
+def _body_of(chunk: str) -> dict[str, Any]:
+    return json.loads(chunk.removeprefix("data: "))
+
+
+def _as_chunk(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
@@ -85,29 +108,4 @@ def note_finished(obj: GenerateReqInput) -> dict[int, dict]:
 
 
 def has_particles(meta_info: dict) -> bool:
-    return _PARTICLES in meta_info or _TRACE in meta_info
-
-
-def add_texts(meta_info: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Decode the particles of a response, and each token of its trace.
-
-    A particle's text leaves special tokens out, as texts of responses do; a token's own does not.
-    """
-    if tokenizer is None:
-        return
-    for particle in meta_info.get(_PARTICLES) or ():
-        particle["text"] = tokenizer.decode(particle["output_ids"], skip_special_tokens=True)
-    trace = meta_info.get(_TRACE)
-    if trace and "pieces" not in trace:  # SGLang processes the end of a stream twice
-        ids = sorted(_tokens_of(trace["rounds"]) | set(trace.get("emitted_after") or ()))
-        trace["pieces"] = {str(one): tokenizer.decode([one]) for one in ids}
-
-
-def _tokens_of(rounds: Iterable[Mapping[str, Any]]) -> set[int]:
-    """Return all tokens in a trace's rounds."""
-    found: set[int] = set()
-    for one in rounds:
-        found.update(one.get("emitted_before") or (), one.get("begins") or ())
-        found.update(one["emitted"], *one["drafted"])
-        found.update(token for token in one["bonus"] if token is not None)
-    return found
+    return PARTICLES in meta_info or TRACE in meta_info

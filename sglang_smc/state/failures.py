@@ -7,12 +7,14 @@ ends an aborted one. HTTP clients receive the status and the message; a stream e
 """
 
 import logging
+from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 
-from sglang_smc.printable import printable
+from sglang_smc.printable import MOST_TOLD, brief, printable
 from sglang_smc.smc.steps import Failure, failure_codes
 from sglang_smc.state.settings import stop_tokens
 
@@ -20,6 +22,16 @@ logger = logging.getLogger(__name__)
 
 #: The `err_type` of requests that SMC ends; SGLang's own are others.
 ERROR_TYPE = "SMCError"
+
+
+def is_own(finish_reason: Mapping[str, Any]) -> bool:
+    """Return whether `end_request` has made a finish reason, as `meta_info` has it.
+
+    SGLang makes such records in many places. All have a `type`; an abort has a `message`, has a
+    `status_code` where it is an error, and an `err_type` only from `FINISH_ABORT.to_json`.
+    """
+    return finish_reason.get("err_type") == ERROR_TYPE
+
 
 _NO_TOKEN = (
     "The {} model's logits for this text leave no token to draw: they are NaN or infinite. Others "
@@ -41,14 +53,16 @@ def end_request(req: Req, message: str, status: HTTPStatus) -> None:
 
     Args:
         req: in the scheduler; a request that is about to end anyway is left as it is.
-        message: the cause and its remedy; control characters in it are escaped.
+        message: the cause and its remedy; control characters in it are escaped, and the
+            middle of a long one is left out.
         status: 400, 500 or 503; SGLang turns no other status of an abort into an error.
     """
     if req.finished() or req.to_finish:
         return
     # The message may quote a client, a potential or a remote service; SGLang logs it, too.
-    logger.error("SMC ends request %s: %s", printable(req.rid), printable(message))
-    req.to_finish = FINISH_ABORT(printable(message), status, ERROR_TYPE)
+    told = brief(printable(message), MOST_TOLD)
+    logger.error("SMC ends request %s: %s", printable(req.rid), printable(told))
+    req.to_finish = FINISH_ABORT(told, status, ERROR_TYPE)
     # The KV in its slots may be the cause, and must not be reused as a prefix.
     req.skip_radix_cache_insert = True
 

@@ -190,6 +190,22 @@ def meta_info(totals: list[float], config: RequestConfig, num_replayed: int) -> 
     return {META_PREFIX + name: value for name, value in fields.items()}
 
 
+def correct_proposed(fields: dict[str, Any]) -> None:
+    """Count as proposed, in a finished request's `meta_info`, the tokens that rounds have drafted.
+
+    SGLang counts the server's K in each round. There is no rate where nothing was drafted.
+    """
+    steps = fields.get(META_PREFIX + "steps_mean")
+    if steps is None or "spec_num_proposed_drafts" not in fields:
+        return
+    proposed = round(steps * fields[META_PREFIX + "rounds_ct"])
+    fields["spec_num_proposed_drafts"] = proposed
+    if proposed:
+        fields["spec_accept_rate"] = fields["spec_num_correct_drafts"] / proposed
+    else:
+        del fields["spec_accept_rate"]
+
+
 PREFIX = "sglang_spec_smc_"
 """Prefix of metric names, without SGLang's colon, which some scrapers get as an underscore.
 
@@ -204,7 +220,7 @@ class Played(NamedTuple):
     gained: Counters  # increments of its counters, as numbers
     weighs: bool  # whether its mode weighs particles
     num_kept: int  # columns
-    num_emitted: int  # tokens
+    is_silent: bool  # it emitted nothing
     replayed: bool  # by a captured CUDA graph
     is_greedy: bool  # temperature 0: one chain
     by_model: bool = True  # drafts are a model's, not n-gram matches
@@ -234,13 +250,11 @@ class Metric(NamedTuple):
     buckets: tuple[float, ...] = ()
 
 
-COUNTERS = (
+OF_ROUNDS = (
     Metric("rounds", "Rounds, counted for each request.", lambda r: r.gained.rounds_ct),
     Metric("particles", "Particles that rounds had.", lambda r: r.gained.particles_sum),
     Metric("drafted_columns", "Tokens drafted by each particle.", lambda r: r.gained.steps_sum),
-    Metric("kept_columns", "Drafted columns that rounds kept.", lambda r: r.num_kept),
-    Metric("emitted_tokens", "Tokens that rounds emitted.", lambda r: r.num_emitted),
-    Metric("silent_rounds", "Rounds that emitted nothing.", lambda r: r.num_emitted == 0),
+    Metric("silent_rounds", "Rounds that emitted nothing.", lambda r: r.is_silent),
     Metric("replayed_rounds", "Rounds that replayed a CUDA graph.", lambda r: r.replayed),
     Metric("resamplings", "Rounds that resampled.", lambda r: r.gained.resample_ct),
     Metric(
@@ -269,6 +283,11 @@ COUNTERS = (
         lambda r: r.gained.nan_ct,
     ),
 )
+EMITTED = (
+    Metric("kept_columns", "Drafted tokens that rounds emitted."),
+    Metric("emitted_tokens", "Tokens that rounds emitted."),
+)
+COUNTERS = (*OF_ROUNDS, *EMITTED)
 """Sums over all rounds of all requests since the server's start."""
 
 USELESS_DRAFTS = Metric(
@@ -344,6 +363,7 @@ class Monitor:
         self._num_batches = 0
         self._warned = -math.inf
         self._round: list[Played] = []
+        self._correct_drafts = 0  # emitted since a round's result has taken them
         self._prometheus = Prometheus()
         self._is_silent = False
 
@@ -363,6 +383,21 @@ class Monitor:
         """Count a request without any round, since its prefill gave unusable logits."""
         self._add({"nan_rounds": 1.0})
 
+    def count_emitted(self, num_drafts: int, num_tokens: int) -> None:
+        """Count tokens that a round has put out, up to the end of its answer.
+
+        Args:
+            num_drafts: of these and earlier tokens, in rounds that have put out all of theirs.
+        """
+        self._correct_drafts += num_drafts
+        self._add({"kept_columns": num_drafts, "emitted_tokens": num_tokens})
+
+    def take_correct_drafts(self) -> int:
+        """Return the draft tokens that were counted as emitted since the last call."""
+        taken = self._correct_drafts
+        self._correct_drafts = 0
+        return taken
+
     def _add(self, sums: Mapping[str, Any]) -> None:
         for name, value in sums.items():
             self._sums[name] += value
@@ -371,7 +406,7 @@ class Monitor:
     def end_round(self) -> None:
         """Add the round's results to totals, metrics and log."""
         weighed = [played.gained for played in self._round if played.is_weighed]
-        self._add({metric.name: sum(map(metric.of, self._round)) for metric in COUNTERS})
+        self._add({metric.name: sum(map(metric.of, self._round)) for metric in OF_ROUNDS})
         for name, of in WEIGHED.items():
             self._sums[name] += sum(map(of, weighed))
         self._round = []

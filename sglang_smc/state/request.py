@@ -23,11 +23,13 @@ from sglang_smc.potentials.spec import PotentialSpec
 from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.randomness import derive_seed
 from sglang_smc.smc.settings import Need
+from sglang_smc.state.correct_drafts import CorrectDrafts
 from sglang_smc.state.failures import end_request
 from sglang_smc.state.fidelity import AnswerFidelity
 from sglang_smc.state.metrics import META_PREFIX, Counters, meta_info, zero_counters
 from sglang_smc.state.open_token import OpenToken
 from sglang_smc.state.settings import Start, stop_tokens
+from sglang_smc.state.thoughts import Count
 from sglang_smc.state.trace import Trace, TracedRound
 from sglang_smc.upstream import allocated, kv_of
 
@@ -63,7 +65,9 @@ class RequestState(msgspec.Struct):
     # State of each rule of the request, by the rule's class.
     kept: dict[type, Any] = msgspec.field(default_factory=dict)
     was_reduced: bool = False  # some round verified, where the budget left one particle
+    drafts: CorrectDrafts = msgspec.field(default_factory=CorrectDrafts)
     num_read: int | None = None  # tokens that the draft has read, where it has skipped rounds
+    count_thoughts: Count | None = None  # SGLang's counter, once it has counted a token
 
     @classmethod
     def of(cls, seed: int, config: RequestConfig) -> "RequestState":
@@ -88,6 +92,7 @@ class RequestState(msgspec.Struct):
         self.num_prefilled = len(output_ids)
         self.untraced = self._untraced(output_ids)
         self.particles = self.num_read = None
+        self.drafts.cut()
 
     def _untraced(self, output_ids: Sequence[int]) -> list[int]:
         """Return the output tokens after those in the rounds of the trace."""
@@ -159,7 +164,9 @@ class RequestState(msgspec.Struct):
         )
         return {"version": trace.version, **msgspec.to_builtins(trace)}
 
-    def meta_info(self, output_ids: list[int]) -> dict[str, Any]:
+    def meta_info(
+        self, output_ids: list[int], finish_reason: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
         """Return the `meta_info` fields of the finished request, without its trace."""
         log_evidence = self.counters[-1] + self.first_log_sum
         totals = [*self.counters[:-1], log_evidence]
@@ -167,20 +174,36 @@ class RequestState(msgspec.Struct):
         if self.has_lost_tails:
             fields[META_PREFIX + "log_evidence"] = None
         if self.config.return_particles:
-            fields[META_PREFIX + "particles"] = self.particles or self._equal(output_ids)
+            fields[META_PREFIX + "particles"] = self.particles or self._equal(
+                output_ids, finish_reason
+            )
         return fields
 
-    def _equal(self, output_ids: list[int]) -> list[dict[str, Any]] | None:
+    def _equal(
+        self, output_ids: list[int], finish_reason: Mapping[str, Any] | None
+    ) -> list[dict[str, Any]] | None:
         """Return the particles of a sequence that ended with a shared first token, else None."""
         if len(output_ids) != self.num_prefilled + 1 or self.open_token.is_open:
             return None  # aborted
         count = self.config.num_particles
-        return [as_particle(list(output_ids), 1.0 / count, 0.0) for _ in range(count)]
+        weights = {"weight": 1.0 / count, "log_weight": 0.0}
+        return [as_particle(list(output_ids), finish_reason, **weights) for _ in range(count)]
 
 
-def as_particle(output_ids: list[int], weight: float, log_weight: float | None) -> dict[str, Any]:
+def as_particle(
+    output_ids: list[int],
+    finish_reason: Mapping[str, Any] | None,
+    *,
+    weight: float,
+    log_weight: float | None,
+) -> dict[str, Any]:
     """Return a particle in the form of `meta_info`; log-weight None for weight 0."""
-    return {"output_ids": output_ids, "weight": weight, "log_weight": log_weight}
+    return {
+        "output_ids": output_ids,
+        "weight": weight,
+        "log_weight": log_weight,
+        "finish_reason": finish_reason,
+    }
 
 
 class RequestStates:

@@ -6,7 +6,10 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.state.metrics import META_PREFIX
 from sglang_smc.state.request import find_state
-from sglang_smc.state.texts import shared_ids
+from sglang_smc.state.texts import shared_ids, with_output
+
+DETOKENIZATION = META_PREFIX + "detokenization"
+"""Key of what the tokenizer manager takes out of `meta_info`, to decode particles."""
 
 
 def set_logprob(req: Req, place: int, token: int, logprob: float) -> None:
@@ -48,10 +51,25 @@ def publish(req: Req) -> None:
     """Pass a finished request's totals to SGLang's streamer, which adds them to `meta_info`."""
     state = find_state(req)
     if state is not None and req.finished():
-        fields = state.meta_info(list(req.output_ids))
+        reason = req.finished_reason
+        fields = state.meta_info(list(req.output_ids), reason and reason.to_json())
+        if state.config.return_particles:
+            fields[DETOKENIZATION] = detokenization(req)
         if state.config.trace:
             fields[META_PREFIX + "trace"] = state.trace(len(req.origin_input_ids), shared_ids(req))
         req.customized_info = {name: _Whole([value]) for name, value in fields.items()}
+
+
+def detokenization(req: Req) -> dict[str, Any]:
+    """Return what SGLang's detokenizer is told of a request beside the tokens of its output."""
+    before, _ = with_output(req, ()).init_incremental_detokenize()
+    params = req.sampling_params
+    return {
+        "before": list(before),  # the end of the prompt, on which the text of a token may depend
+        "no_stop_trim": params.no_stop_trim,
+        "skip_special_tokens": params.skip_special_tokens,
+        "spaces_between_special_tokens": params.spaces_between_special_tokens,
+    }
 
 
 class _Whole(list):

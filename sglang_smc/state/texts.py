@@ -1,5 +1,8 @@
 """Tell which tokens of a request all particles share, and which of them the draft has read."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.smc.population import Population
@@ -16,6 +19,21 @@ def shared_ids(req: Req) -> list[int]:
     """Return the output tokens that all particles share."""
     state = find_state(req)
     return list(req.output_ids[: state.open_token.place if state is not None else None])
+
+
+def with_output(req: Req, output_ids: Sequence[int]) -> Any:
+    """Return a copy of a request with another output, in which SGLang has not looked for an end.
+
+    It has no state of this package, so that hooks leave it to SGLang.
+    """
+    own: Any = Req.__new__(Req)
+    vars(own).update(vars(req))
+    own.smc_state = None
+    own.output_ids = req.output_ids[:0]
+    own.output_ids.extend(output_ids)
+    own.finished_reason = own.finished_len = own.to_finish = None
+    own.surr_offset = own.read_offset = None
+    return own
 
 
 def skip_draft(req: Req) -> int:

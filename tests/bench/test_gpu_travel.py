@@ -72,9 +72,6 @@ def test_a_copy_for_a_gpu_machine_has_what_stages_read_and_fits(
     assert travel.files_in(tmp_path / "copy") == {*expected, travel.COMMIT}
     assert len((tmp_path / "copy" / travel.COMMIT).read_text().strip()) == 40
     assert "0.0 MiB of 64: " in told and ".sg/part-00 0.0" in told
-    monkeypatch.setattr(travel, "MOST_CARRIED", 5500)
-    with pytest.raises(BenchError, match=r"git sparse-checkout set .*'!/bench/pair/reward/'"):
-        travel.pack()
     with pytest.raises(BenchError, match="is not empty"):
         travel.pack(tmp_path / "copy")
     monkeypatch.setattr(travel, "MOST_CARRIED", 4500)
@@ -83,6 +80,33 @@ def test_a_copy_for_a_gpu_machine_has_what_stages_read_and_fits(
     assert not (tmp_path / "other").exists()
     with pytest.raises(BenchError, match="is no checkout"):
         travel.sizes_of(tmp_path)
+
+
+def test_a_checkout_is_made_to_fit_or_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By git itself. Red where work is lost, or a checkout that is still too large is thinned."""
+    left_out, kept = "bench/pair/reward/model", "bench/pair/reward_texts.py"
+    tree = checkout_of(tmp_path / "tree", left_out, kept)
+    monkeypatch.setattr(travel, "REPOSITORY", tree)
+    monkeypatch.setattr(travel, "MOST_CARRIED", 900)
+    with pytest.raises(BenchError, match="too many"):
+        travel.checkout(make=True)
+    monkeypatch.setattr(travel, "MOST_CARRIED", 2500)
+    assert "'!/bench/pair/reward/'" in travel.checkout(make=False)
+    for changed, content in ((left_out, b"changed"), (f"{left_out}.new", b"new")):
+        (tree / changed).write_bytes(content)
+        with pytest.raises(BenchError, match=r"differ from the commit.*\n.*reward"):
+            travel.checkout(make=True)
+        assert (tree / left_out).exists()
+        subprocess.run(["git", "-C", str(tree), "checkout", "-q", "."], check=True)
+    (tree / f"{left_out}.new").unlink()
+    for _ in range(2):  # again where it is done
+        assert "0.0 MiB of 64" not in travel.checkout(make=True)
+        assert not (tree / left_out).exists() and (tree / kept).exists()
+        assert len((tree / travel.COMMIT).read_text().strip()) == 40
+    subprocess.run(["git", "-C", str(tree), "sparse-checkout", "disable"], check=True)
+    assert (tree / left_out).exists()
 
 
 #: Of SGLang 0.5.23 with what it needs, as one file.

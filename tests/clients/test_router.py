@@ -54,8 +54,31 @@ def test_particles_come_through_whole_and_streamed(router: Server, model: str, r
     assert len(end["meta_info"]["spec_smc_particles"]) == 3
 
 
-def test_what_the_router_drops_is_why_there_are_presets(router: Server, model: str) -> None:
-    """When it hands these on, docs/reference.md may say so."""
-    asked = chat(model, None, custom_params={"smc": {"num_particles": 99}}, return_meta_info=True)
-    answer = router.post("/v1/chat/completions", **asked)
-    assert answer.status_code == 200 and "meta_info" not in answer.text
+def test_a_chat_s_preset_comes_through_its_template_s_arguments(
+    router: Server, replicas: list[Server], model: str
+) -> None:
+    before = [rounds_and_particles(replica) for replica in replicas]
+    for _ in range(4):
+        asked = chat(model, None, chat_template_kwargs={"smc_preset": "two"})
+        answer = router.post("/v1/chat/completions", **asked)
+        assert answer.status_code == 200, answer.text
+    for replica, (rounds, particles) in zip(replicas, before, strict=True):
+        after = rounds_and_particles(replica)
+        assert after[1] - particles == 2 * (after[0] - rounds) > 0
+
+
+TOO_MANY = {"smc": {"num_particles": 99}}
+
+
+@pytest.mark.parametrize(
+    ("route", "status"),
+    [("/generate", 200), ("/v1/chat/completions", 200), ("/v1/completions", 400)],
+)
+def test_which_routes_hand_on_a_request_s_own_settings(
+    router: Server, model: str, route: str, status: int
+) -> None:
+    """Invalid ones, which a server refuses. When more are 400, docs/operations.md may say so."""
+    asked = ROUTES[route](model, None)
+    params = asked["sampling_params"] if route == "/generate" else asked
+    params["custom_params"] = TOO_MANY
+    assert router.post(route, **asked).status_code == status

@@ -135,8 +135,10 @@ def items_below(heading: str) -> list[str]:
 
 def test_the_tables_of_settings_are_what_these_give() -> None:
     """Red where settings have changed and `python docs/write_reference.py` was not run."""
-    written = runpy.run_path(str(ROOT / "docs" / "write_reference.py"))["written"](REFERENCE)
-    assert written == REFERENCE
+    found = runpy.run_path(str(ROOT / "docs" / "write_reference.py"))
+    for name in found["PAGES"]:
+        page = (ROOT / "docs" / name).read_text()
+        assert found["written"](name, page) == page
     assert all(f"| `{server.flag_of(name)}` |" in REFERENCE for name in server.SETTINGS)
     assert all(f"| `{name}` |" in REFERENCE for name in request.KEYS)
 

@@ -50,7 +50,7 @@ RANGES: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
     "draft_temperature": ("a finite number >= 1e-06", (1e-7, 0, INF, [1.0]), (1e-6, None)),
     "ngram_matches": ("True or False", (1, "yes"), (False,)),
     "max_lag": ("an integer >= 1", (0,), (1,)),
-    "adaptive": ("True or False", (1, "yes"), (True,)),
+    "adaptive": ("auto, on, off", (True, "yes"), ("auto", "on", "off")),
 }
 
 #: Settings that do not go together, and what is said of it.
@@ -388,19 +388,6 @@ def test_unsupported_model_is_refused(
 @pytest.mark.parametrize("arch", ATTENTION)
 def test_attention_to_all_or_a_window_is_not_refused(smc: dict, tmp_path: Path, arch: str) -> None:
     resolve(**smc | saved(tmp_path, arch, **ATTENTION[arch]))
-
-
-@pytest.mark.parametrize("given", [{}, {"context_length": 256}])
-def test_a_draft_for_shorter_texts_is_refused(
-    monkeypatch: pytest.MonkeyPatch, smc: dict, tmp_path: Path, given: dict[str, int]
-) -> None:
-    of = {"model_type": "gemma", "max_position_embeddings": 128}
-    asked = smc | given | saved(tmp_path, "GemmaForCausalLM", **of)
-    with pytest.raises(ValueError, match=r"-path .* of 128 tokens, .* 256; .*-length 128,"):
-        resolve(**asked)
-    resolve(**asked | {"context_length": 128})
-    monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
-    resolve(**asked)
 
 
 @pytest.mark.parametrize(("head_dim", "refused"), [(512, True), (256, False), (None, False)])

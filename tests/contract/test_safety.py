@@ -55,8 +55,10 @@ AGREED: Listed = {
     "potentials/library.py": {"Http._client: timeout=", "RegexCount._count: timeout="},
     # A request ends on all ranks where it was slow on any (all_reduce).
     "rules/grammar.py": {"_Cost.counted: time.thread_time"},
-    # The first is told to people; the first rank's measurements are broadcast at start.
+    # Some is told to people; the first rank's time and measurements are broadcast at start.
     "round/costs.py": {
+        "Allowance.__init__: time.perf_counter",
+        "Allowance.has: time.perf_counter",
         "costs_of: time.perf_counter",
         "_seconds_of: time.perf_counter",
         "_seconds_of: time.thread_time",
@@ -158,7 +160,13 @@ OWN_TEXTS: Listed = {
     "options/policy.py": {"self.reason"},  # numbers
     "proposers/layer_choice.py": {"reason", "self.as_dict()['passes']"},  # numbers
     "cpu/quantized.py": {"path", "method", "dtype"},  # of a checkpoint
-    "round/costs.py": {"found.as_dict()"},
+    "round/costs.py": {"found.as_dict()", "type(error).__name__", "error"},  # of measuring
+    # Numbers, and words of this package.
+    "server/sizes.py": {
+        "' and '.join(map(flag_of, CHOSEN))",
+        "'at most ' if config.adapts else ''",
+        "chosen.told(config)",
+    },
     "ops/check.py": {"problem", "FLAG"},  # of a kernel's check
     "potentials/runner.py": {"self._stopped"},  # the operator's name for a potential
     "models/recorder.py": {"recorded"},

@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import json
 import logging
 import os
 import re
+import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 import sglang
+from programs import printed
 from resolved_args import field_names, options, resolve
 from sglang.srt.arg_groups.arg_utils import namespace_of
 from sglang.srt.server_args import ServerArgs, prepare_server_args
@@ -119,6 +122,43 @@ def test_settings_are_resolved_and_users_win(smc: dict, given: dict, resolved: t
 
 
 @pytest.mark.parametrize(
+    ("given", "sizes", "told"),
+    [
+        ({}, (8, 8), "K = 8 tokens for each of N = 8 particles: an EAGLE head, in mode smc"),
+        ({"speculative_smc_mode": "exact"}, (8, 16), "at most K = 16 tokens for each of N = 8"),
+        ({"speculative_smc_tilt": 0.1}, (8, 16), "(bench/results/load/load.md)"),
+        ({"speculative_smc_mode": "exact", "speculative_smc_adaptive": "off"}, (8, 8), "K = 8"),
+        ({"speculative_smc_mode": "exact", "speculative_num_steps": 5}, (8, 5), "K as given; an"),
+        ({"speculative_smc_num_particles": 2, "speculative_num_steps": 5}, (2, 5), "as given. --"),
+    ],
+)
+def test_n_and_k_are_chosen_where_they_are_not_given(
+    given: dict[str, Any],
+    sizes: tuple[int, int],
+    told: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And the first line of SMC's log says which, and why."""
+    pair = {"model_path": PAIR / "target", "speculative_draft_model_path": PAIR / "eagle3"}
+    keywords = {**{name: str(path) for name, path in pair.items()}, "device": "cpu"}
+    with caplog.at_level(logging.INFO, "sglang_smc"):
+        args = upstream.resolved(resolve(**keywords, speculative_algorithm="SMC", **given))
+    assert (args.speculative_smc_num_particles, args.speculative_num_steps) == sizes
+    first = next(one for one in caplog.messages if "SMC" in one)
+    assert told in first and first.startswith("SMC drafts")
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"), [([], "auto"), ([""], "on"), (["off"], "off"), (["auto"], "auto")]
+)
+def test_a_bare_adaptive_flag_is_on(smc: dict, flag: list[str], expected: str) -> None:
+    more = ["--speculative-smc-adaptive", *filter(None, flag)] if flag else []
+    args = prepare_server_args([*more, *command_line(smc)])
+    upstream.resolve_now(args)
+    assert ours(args)["speculative_smc_adaptive"] == expected
+
+
+@pytest.mark.parametrize(
     ("device", "kernels", "decode_graphs", "captures"),
     [
         ("cuda", "auto", "full", True),
@@ -140,11 +180,40 @@ def test_rounds_are_captured_where_they_can_be(
     assert not arguments._captures(SMCConfig(kernels=kernels), server_args)
 
 
+@pytest.mark.nightly
+@pytest.mark.skipif(not upstream.IS_NEWEST, reason="trtllm_mha has pages, which this refuses")
+def test_blackwell_prefills_as_plain_decoding_does() -> None:
+    """Red where SGLang learns of the draft's top-k after it has chosen its attention.
+
+    And where ranks exchange logits in float32, twice the bytes.
+    """
+    plain = {"model_path": str(PAIR / "target")}
+    smc = {"speculative_algorithm": "SMC", "speculative_draft_model_path": str(PAIR / "draft")}
+    script = Path(__file__).parents[1] / "support" / "pretended_gpu.py"
+    asked = json.dumps([plain, plain | smc, plain | smc | {"tp_size": 2}])
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    words = sys.executable, "-W", "ignore", script, "sm_100"
+    told = printed(*words, input=asked, env=environment)
+    found = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+    assert [one["attention"] for one in found] == ["trtllm_mha"] * 3
+    assert [one["float32_logits"] for one in found] == [False, True, False]
+
+
 def test_flags_are_read_only_and_in_the_config_namespace(smc: dict) -> None:
     args = resolve(**smc)
     with pytest.raises(AttributeError, match="read-only"):
         args.speculative_smc_num_particles = 2  # type: ignore[attr-defined]
     assert {namespace_of(ServerArgs)[name] for name in FLAG_FIELDS} == {"spec"}
+
+
+def test_drafts_are_chains_before_anything_is_resolved(smc: dict) -> None:
+    """SGLang chooses its attention by it, on sm_100, before an algorithm resolves its own."""
+    chosen = [
+        ServerArgs(**smc, **given).speculative_eagle_topk
+        for given in ({}, {"speculative_eagle_topk": 2})
+    ]
+    assert chosen == [1 if upstream.IS_NEWEST else None, 2]
+    assert ServerArgs(model_path=smc["model_path"]).speculative_eagle_topk is None
 
 
 def test_flag_without_smc_is_refused(model_path: str) -> None:

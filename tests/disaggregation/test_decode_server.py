@@ -4,6 +4,7 @@ Both run on this machine, with SGLang's own transfer of KV over a stand-in for M
 The draft is a copy of the target: in mode `exact` all its tokens are kept, if it has read the same.
 """
 
+import json
 import os
 import random
 import signal
@@ -89,8 +90,13 @@ def pair(
     }
     # On a CPU SGLang sends no prompt in parts.
     alone = {"disable_radix_cache": True, "chunked_prefill_size": -1}
+    template = folder / "chat.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
+    shared["chat_template"] = str(template)
     reads = {**shared, **alone, "model_path": path, "disaggregation_mode": "prefill"}
-    decodes = smc_arguments(path, path, num_particles=4, num_steps=NUM_STEPS, max_lag=8)
+    known = json.dumps({"two": {"mode": "exact", "num_particles": 2}})
+    sizes = {"num_particles": 4, "num_steps": NUM_STEPS, "max_lag": 8}
+    decodes = smc_arguments(path, path, **sizes, presets=known)
     decodes |= shared | {
         "disaggregation_mode": "decode",
         "chunked_prefill_size": 16,  # in which the draft reads
@@ -220,6 +226,31 @@ def test_sglangs_router_brings_requests_to_both(pair: Pair, path: str, tmp_path:
     workers += ["--decode", pair.decode.url]
     with running_router(tmp_path, workers, 2) as router:
         Parity(pair, router, Target(path, EOS)).test_logprob_parity()
+        check_settings(router, pair.decode)
+
+
+def check_settings(router: Server, decode: Server) -> None:
+    """Check what comes through both a router and a prefill server that know no presets.
+
+    Red where none of a request's settings does, which is what docs/operations.md would have to say.
+    """
+    shared: dict[str, Any] = {"model": "default", "max_tokens": 12, "ignore_eos": True}
+    shared["return_meta_info"] = True
+    own = {"custom_params": {"smc": {"mode": "exact", "num_particles": 2}}}
+    chat = {"messages": [{"role": "user", "content": "t5 t6"}]}
+    named = {"chat_template_kwargs": {"smc_preset": "two"}}
+    found = router.post("/v1/completions", **shared, prompt="t5 t6", **own)
+    info = found.json()["choices"][0]["meta_info"]
+    assert (info["spec_smc_mode"], info["spec_smc_num_particles"]) == ("exact", 2)
+    before = totals_of(decode)
+    answer = router.post("/v1/chat/completions", **shared, **chat, **named)
+    assert answer.status_code == 200, answer.text
+    after = totals_of(decode)
+    assert after["particles"] - before["particles"] == 2 * (after["rounds"] - before["rounds"]) > 0
+
+
+def totals_of(server: Server) -> dict[str, Any]:
+    return server.get("/server_info").json()["internal_states"][0]["smc"]["since_start"]
 
 
 def test_a_lost_prefill_server_ends_requests_and_not_the_decode_server(pair: Pair) -> None:

@@ -223,7 +223,7 @@ def test_frequent_tokens_on_two_ranks_give_one_ranks_text(
 @pytest.mark.nightly  # scheduler/test_adaptive.py has the ranks' one count
 def test_ranks_adapt_alike(start: Callable[..., Any], tmp_path: Path) -> None:
     """Each rank measures costs, and the clocks differ: one rank's count for both."""
-    running = start(tp_size=2, adaptive=True, max_running_requests=12)
+    running = start(tp_size=2, adaptive="on", max_running_requests=12)
     for given, (tokens, end) in zip(REQUESTS, answers(running), strict=True):
         assert end == "stop" or len(tokens) == given["sampling_params"]["max_new_tokens"]
     assert_ranks_agree(tmp_path)

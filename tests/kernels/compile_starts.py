@@ -29,7 +29,7 @@ from sglang_smc.state.logprobs import recorded_logprobs
 SERVERS = {
     "default": SMCConfig(),
     "n4-k17": SMCConfig(mode="exact", num_particles=4, num_steps=17),
-    "adaptive-n4-k16": SMCConfig(mode="exact", num_particles=4, num_steps=16, adaptive=True),
+    "adaptive-n4-k16": SMCConfig(mode="exact", num_particles=4, num_steps=16, adaptive="on"),
 }
 #: Batches that SGLang captures by default for up to 48 requests.
 WANTED = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48)
@@ -82,7 +82,7 @@ def _jobs(config: SMCConfig) -> list[tuple[RoundShape, int]]:
     sizes = plan_sizes(WANTED, kinds.num_most_used, len(kinds.edited + kinds.off))
     of_kinds = (
         (kinds.edited + kinds.off, sizes.of_edited),
-        ([kinds.any], sizes.of_any),
+        ([kinds.powers, kinds.any], sizes.of_any),
         (kinds.most_used + kinds.greedy, sizes.of_rounds),
     )
     return [(shape, size) for shapes, of in of_kinds for shape in shapes for size in of]

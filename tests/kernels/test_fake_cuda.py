@@ -19,6 +19,7 @@ from sglang_smc.kv.rounds import round_bytes
 from sglang_smc.options.request import OFF, without_drafts
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import RoundShape, shape_of_any, shape_of_server
+from sglang_smc.round.graph import Kinds
 from sglang_smc.smc.ledger import AttentionContext, KVLocations
 from sglang_smc.smc.ops import MOST_SKINNY_ROWS, Ops
 from sglang_smc.smc.settings import Need
@@ -33,6 +34,10 @@ EDITS = {"needs": {Need.EDITS}}
 SHOWN = EDITS | {"logprobs": recorded_logprobs(VOCAB_SIZE)}
 SHOWN_FILTERED = SHOWN | {"needs": {Need.EDITS, Need.FILTERS}}
 EXACT, AUTO = SMCConfig(mode="exact"), SMCConfig(mode="auto")
+POWERS, POWERS_OF_EXACT = (
+    Kinds.of(config, recorded_logprobs(VOCAB_SIZE)).powers._asdict()
+    for config in (SMCConfig(), EXACT)
+)
 #: Rounds that a server captures, or might: its configuration, fields of the shape beside those of
 #: what it captures now, and the most that a round may take at N = K = 8 and V = 128,256, beside the
 #: models: launches (calls of torch that are more than views, and kernels), MB a group that calls of
@@ -50,6 +55,8 @@ ROUNDS: dict[str, tuple[SMCConfig, dict[str, Any], int, float, float]] = {
     "exact, shown": (EXACT, SHOWN, 194, 81, 115),
     "greedy": (EXACT, GREEDY, 207, 34, 64),
     "off": (without_drafts(SMCConfig()), {"budget": OFF, **FILTERS}, 49, 1, 0.8),
+    "powers": (SMCConfig(), POWERS, 249, 9, 95),
+    "exact, powers": (EXACT, POWERS_OF_EXACT, 273, 19, 95),
     "anything": (SMCConfig(), ANYTHING, 365, 124, 121),
 }
 

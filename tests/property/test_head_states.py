@@ -27,8 +27,8 @@ from sglang_smc.options.request import Budget
             "ess_threshold": 0.9,
             "chosen": ({}, {"num_particles": 2}, {"num_steps": 1}, {"mode": "exact"}),
         },
-        {"adaptive": True, "budgets": (None, Budget(1, 0), Budget(2, 3), Budget(4, 1))},
-        {"adaptive": True, "budgets": (None, *[Budget(1, 0)] * 7, Budget(1, 3))},
+        {"adaptive": "on", "budgets": (None, Budget(1, 0), Budget(2, 3), Budget(4, 1))},
+        {"adaptive": "on", "budgets": (None, *[Budget(1, 0)] * 7, Budget(1, 3))},
         {"mode": "exact", "chosen": ({}, {"num_steps": 0, "num_particles": 1})},
     ],
 )

@@ -72,7 +72,7 @@ def serve(
     if recorded is not None:
         server = Server(own.worker._round, own.worker._tables, own.config, SIZES, own.device)
         recordings = server.record(in_place(recorded), Ranks())
-        if own.config.adaptive:
+        if own.config.adapts:
             costs = costs_of_recordings(recordings, own.config, 9, own.worker._tables)
             assert set(costs.rounds) == set(costs.reading) == {*recordings.of_budget} - {None}
         recorded.clear()
@@ -109,14 +109,14 @@ def test_recorded_rounds_give_the_same_texts(mode: str, size: int) -> None:
 def test_recorded_rounds_of_changing_size_give_the_same_texts(mode: str) -> None:
     """Each budget has recordings of its own; populations are resized before one is replayed."""
     budgets = (Budget(3, 2), OFF, Budget(3, 1), Budget(1, 2))
-    assert len(replayed(1e-6, mode=mode, adaptive=True, budgets=budgets)) > 1
+    assert len(replayed(1e-6, mode=mode, adaptive="on", budgets=budgets)) > 1
 
 
 @pytest.mark.parametrize("asked", [{}, {"top_k": 1}], ids=["sampled", "greedy"])
 def test_a_wider_recording_verifies_no_drafts_that_are_not_there(asked: dict[str, Any]) -> None:
     """Edits replay the recording of all kinds, which has columns for drafts."""
     asked = {"logit_bias": {"1": 0.0}, **asked}
-    replayed(mode="exact", adaptive=True, budgets=(OFF,), asked=asked, rows=list(range(1, 9)))
+    replayed(mode="exact", adaptive="on", budgets=(OFF,), asked=asked, rows=list(range(1, 9)))
 
 
 MIXED: tuple[dict[str, Any], ...] = (
@@ -159,7 +159,7 @@ ORDINARY: dict[str, dict[str, Any]] = {
 )
 def test_every_ordinary_request_replays(name: str, is_adaptive: bool) -> None:
     budgets = (Budget(3, 2), Budget(1, 2), OFF) if is_adaptive else (None,)
-    server = {"evidence_threshold": 0.0, "adaptive": is_adaptive, "budgets": budgets}
+    server = {"evidence_threshold": 0.0, "budgets": budgets}
     assert 0 not in replayed(1e-6, **server, **ORDINARY[name]), "no model's pass alone"
 
 
@@ -202,7 +202,7 @@ LAUNCHED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", list(LAUNCHED))
 def test_a_round_in_slices_is_the_round(name: str) -> None:
     """Requests share nothing but the shape of their batch."""
-    case = {"evidence_threshold": 0.0, **LAUNCHED[name], "adaptive": "budgets" in LAUNCHED[name]}
+    case = {"evidence_threshold": 0.0, **LAUNCHED[name]}
     assert_same(serve(most_launched=2, **case), serve(**case))
 
 

@@ -5,6 +5,7 @@ always worth their while.
 """
 
 import json
+import math
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,9 +20,13 @@ from tiny_models import smc_arguments
 from sglang_smc import process
 from sglang_smc.options.policy import COSTS_ENV, Curve, RoundCosts
 from sglang_smc.options.request import OFF
+from sglang_smc.options.server import MODES
+from sglang_smc.round import costs as round_costs
 from sglang_smc.round.costs import costs_of
+from sglang_smc.round.play import ServedRound
+from sglang_smc.round.stand_ins import StandIns
 
-SETTINGS = {"num_particles": 4, "num_steps": 3, "max_lag": 16, "adaptive": True}
+SETTINGS = {"num_particles": 4, "num_steps": 3, "max_lag": 16, "adaptive": "on"}
 SMC: list[dict[str, Any]] = [
     {},
     {"num_particles": 3, "num_steps": 1, "resampling_method": "stratified"},
@@ -47,7 +52,7 @@ def adaptive(
             costs = {kind: [(n, c * unit) for n, c in points] for kind, unit in both.items()}
             monkeypatch.setenv(COSTS_ENV, json.dumps(costs))
         model = tiny(seed=1, vocab_size=64, scale=0.3)
-        return start(**smc_arguments(model, model, **SETTINGS, **settings), overlap=True)
+        return start(**smc_arguments(model, model, **{**SETTINGS, **settings}), overlap=True)
 
     return make
 
@@ -66,7 +71,7 @@ def test_a_crowd_decodes_plainly_and_others_speculate(
 ) -> None:
     server = adaptive(num_free=16, max_running_requests=32)
     assert sizes(server.generate(**asked(60))) == (4, 3)
-    crowd = server.play([asked(60 + i, i, sampling_seed=i) for i in range(24)], every=0)
+    crowd = server.play([asked(60 + i, i) for i in range(24)], every=0)
     for index, reply in enumerate(crowd):
         assert len(reply.output_ids) == 60 + index
         particles, steps = sizes(reply)
@@ -103,7 +108,8 @@ def test_sizes_change_under_all_kinds_in_a_small_pool(
         prompt = [draw.randrange(2, 64) for _ in range(draw.choice([0, 7, 40]))]
         stop = {"stop": ["t9 "]} if index % 9 == 0 else {}
         own = {"custom_params": {"smc": SMC[index % len(SMC)]}, **stop}
-        requests.append(asked(limit, *prompt, temperature=1.2, sampling_seed=index, **own))
+        own |= {"sampling_seed": index} if index % 5 == 0 else {}
+        requests.append(asked(limit, *prompt, temperature=1.2, **own))
     crowd = [server.send(**one) for one in requests[:20]]
     server.step(6)
     server.retract(*crowd)  # each, as it runs beside another
@@ -128,7 +134,7 @@ def test_clients_that_leave_end_no_one(
     """Rules about text have the batch chosen before the last result is read, which ends some."""
     server = adaptive(num_free=16, max_running_requests=32)
     own = {"stop": ["zzz "], "temperature": 1.5}
-    crowd = [server.send(**asked(80, i, sampling_seed=i, **own)) for i in range(20)]
+    crowd = [server.send(**asked(80, i, **own)) for i in range(20)]
     server.run_until(lambda: process.active.budget == OFF)
     server.step(3)
     for reply in crowd[:8]:
@@ -139,8 +145,93 @@ def test_clients_that_leave_end_no_one(
     server.flush()
 
 
-def test_costs_are_measured_where_none_are_given(adaptive: Callable[..., Server]) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_seed_fixes_a_text_beside_any_load(adaptive: Callable[..., Server], mode: str) -> None:
+    """Red where a seeded request gets the N and K that the load leaves to others."""
+    server = adaptive(num_free=16, max_running_requests=32)
+    own = {"temperature": 1.2, "custom_params": {"smc": {"mode": mode}}}
+    seeded = asked(40, 9, sampling_seed=7, **own)
+    alone = server.generate(**seeded).output_ids
+    for count in (1, 7, 31):
+        others = [asked(50 + i, i, **own) for i in range(count)]
+        crowd = server.play([*others[1:], seeded, others[0]], every=count % 2)
+        reply = crowd[count - 1]
+        assert reply.output_ids == alone and sizes(reply) == (4, 3)
+    assert sizes(crowd[0])[0] < 3, "while others are reduced"
+
+
+def test_greedy_texts_are_those_of_plain_decoding_under_any_load(
+    adaptive: Callable[..., Server],
+) -> None:
+    """A seed has no effect there, and a greedy request adapts with one, too."""
+    server = adaptive(num_free=16, max_running_requests=32)
+    off = {"temperature": 0.0, "custom_params": {"smc": {"num_steps": 0}}}
+    plain = [server.generate(**asked(40, i, **off)).output_ids for i in range(4)]
+    greedy = [asked(40, i, temperature=0.0, sampling_seed=i) for i in range(4)]
+    others = [asked(60, 9, i, temperature=1.2) for i in range(20)]
+    replies = server.play([*others, *greedy], every=0)[20:]
+    assert [reply.output_ids for reply in replies] == plain
+    assert min(sizes(reply)[1] for reply in replies) < 2
+
+
+def test_few_large_requests_do_not_cost_all_others_theirs(
+    adaptive: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red where one seeded request has its batch played in rounds of its own size."""
+    server = adaptive(num_free=16, max_running_requests=32)
+    played: list[tuple[int, int]] = []
+    play = ServedRound.play
+
+    def noted(self: ServedRound, inputs: Any, shape: Any, *args: Any) -> Any:
+        played.append((len(inputs.rows), shape.num_particles * (shape.num_steps + 1)))
+        return play(self, inputs, shape, *args)
+
+    monkeypatch.setattr(ServedRound, "play", noted)
+    params = {"max_new_tokens": 60, "ignore_eos": True, "sampling_seed": 1}
+    seeded = {"input_ids": [3, 4, 5], "sampling_params": params, "return_logprob": True}
+    replies = server.play([*(asked(60, i) for i in range(24)), seeded], every=0)
+    assert len(replies[-1].logprobs) == 60
+    assert (1, 16) in played and (24, 1) in played
+    assert max(size for size, rows in played if rows == 16) < 20
+
+
+def test_servers_adapt_in_modes_that_verify(adaptive: Callable[..., Server]) -> None:
+    """And say where their N and K come from."""
+    adaptive(num_free=16, adaptive="auto", mode="smc")
+    assert process.active.policy is None
+    server = adaptive(num_free=16, adaptive="auto", mode="auto")
+    assert process.active.policy is not None
+    weighed = {"custom_params": {"smc": {"mode": "smc"}}}
+    crowd = [asked(40, i, **(weighed if i == 5 else {})) for i in range(16)]
+    replies = server.play(crowd, every=0)
+    assert sizes(replies[5]) == (4, 3) and sizes(replies[4])[1] < 3, "N is mode smc's fidelity"
+    told = server.ask(GetInternalStateReq()).internal_state["smc"]
+    assert told["chosen"] == "as given"
+
+
+def test_a_server_that_cannot_measure_serves_with_fixed_sizes(
+    adaptive: Callable[..., Server],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Red where a failure of measuring ends the server."""
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no kernel for it")
+
+    monkeypatch.setattr(StandIns, "begin", fails)
+    server = adaptive(num_free=None, max_running_requests=3)
+    assert "cannot measure rounds: RuntimeError: no kernel for it" in caplog.text
+    assert sizes(server.generate(**asked(30))) == (4, 3)
+    told = server.ask(GetInternalStateReq()).internal_state["smc"]
+    assert told["costs"] is None and "could not be measured" in told["reason"]
+
+
+def test_costs_are_measured_where_none_are_given(
+    adaptive: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And /server_info has them, as JSON."""
+    monkeypatch.setattr(round_costs, "_SECONDS", math.inf)
     server = adaptive(num_free=None)
     assert server.generate(**asked(40)).meta["spec_smc_rounds_ct"] > 0
     told = server.ask(GetInternalStateReq()).internal_state["smc"]
@@ -161,5 +252,5 @@ def test_ranks_take_the_costs_that_the_first_one_measures() -> None:
         return RoundCosts({key: Curve(())})
 
     group = SimpleNamespace(broadcast_object=lambda mine, src: made((mine, src)))
-    measure: Any = lambda: "seconds"  # noqa: E731
+    measure: Any = lambda _: "seconds"  # noqa: E731
     assert costs_of(measure, group) == made(("seconds", 0))

@@ -3,6 +3,7 @@
 A clock counts the experts that the target's rows visit, whose weights a GPU reads: no time passes.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from sglang_smc.round import costs
 from sglang_smc.round.play import ServedRound
 
 TOP = Budget(8, 2)
-SIZES = {"num_particles": 8, "num_steps": 2, "mode": "exact", "adaptive": True}
+SIZES = {"num_particles": 8, "num_steps": 2, "mode": "exact", "adaptive": "on"}
 FEW = {"max_running_requests": 4, "max_lag": 16}
 EXPERTS = {
     "num_experts": 64,
@@ -67,6 +68,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Played]]:
         return outcome
 
     monkeypatch.setattr(costs, "time", clock)
+    monkeypatch.setattr(costs, "_SECONDS", math.inf)
     monkeypatch.setattr(topk, "select_experts", counted)
     monkeypatch.setattr(ServedRound, "play", noted)
     yield rounds

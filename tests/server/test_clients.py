@@ -6,10 +6,12 @@ import anthropic
 import openai
 import pytest
 from http_server import Server
+from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletion
 from routed import MESSAGES
+from routed import PROMPT as TEXT
 
-from server.kinds import PROMPT
+from server.kinds import PLAIN, PROMPT
 from sglang_smc_tools import watch
 
 
@@ -61,6 +63,40 @@ def test_openai_streams_texts_usage_and_log_probabilities(client: openai.OpenAI,
     assert [place.token for place in streamed] == [place.token for place in places]
     values = [place.logprob for place in places]
     assert [place.logprob for place in streamed] == pytest.approx(values, abs=2e-4)
+
+
+@pytest.mark.parametrize("smc", [{}, {"mode": "exact"}, {"mode": "auto", "num_steps": 2}, PLAIN])
+def test_openai_counts_draft_tokens(client: openai.OpenAI, smc: dict[str, Any]) -> None:
+    """Of all samples; red if a route, a stream or a sample is left out, or K is the server's."""
+    shown = {"extra_body": {"custom_params": {"smc": smc}, "return_meta_info": True}}
+    streamed: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    prompt: dict[str, Any] = {"model": "default", "prompt": TEXT, "max_tokens": 40, "seed": 11}
+    plain = {"extra_body": {"custom_params": {"smc": smc}}}
+    whole: list[Any] = [
+        ask(client, n=2, **shown),
+        client.completions.create(**prompt, n=2, **shown),
+    ]
+    chunks: list[Any] = [
+        list(ask(client, n=2, **plain, **streamed)),
+        list(client.completions.create(**prompt, n=2, **plain, **streamed)),
+    ]
+    for answer, parts in zip(whole, chunks, strict=True):
+        infos = [choice.model_extra["meta_info"] for choice in answer.choices]
+        accepted, rejected = draft_tokens(answer.usage)
+        assert accepted == sum(info.get("spec_num_correct_drafts", 0) for info in infos)
+        rounds = sum(info["spec_smc_rounds_ct"] for info in infos)
+        assert accepted + rejected == rounds * smc.get("num_steps", 4)
+        assert draft_tokens(parts[-1].usage) == (accepted, rejected)
+
+
+def draft_tokens(usage: CompletionUsage) -> tuple[int, int]:
+    """Those of the answers, and those that were proposed in vain."""
+    details = usage.completion_tokens_details
+    assert details is not None
+    accepted, rejected = details.accepted_prediction_tokens, details.rejected_prediction_tokens
+    assert accepted is not None and rejected is not None
+    assert accepted >= 0 and rejected >= 0
+    return accepted, rejected
 
 
 def test_anthropic_whole_and_streamed(server: Server, model: str) -> None:

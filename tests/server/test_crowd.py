@@ -63,7 +63,13 @@ def test_meta_info_says_what_was_chosen_and_what_happened(crowd: Answers) -> Non
             assert 1.0 <= info["spec_smc_ess_min"] <= info["spec_smc_ess_mean"] <= 4.0, name
         assert info["spec_accept_length"] == info["completion_tokens"] / rounds
         histogram = info["spec_correct_drafts_histogram"]
-        assert sum(histogram) == rounds and info["spec_accept_rate"] <= 1.0
+        assert sum(histogram) == rounds
+        proposed = info["spec_num_proposed_drafts"]
+        assert (
+            proposed == round(info["spec_smc_steps_mean"] * rounds) <= chosen["num_steps"] * rounds
+        )
+        assert ("spec_accept_rate" in info) == (proposed > 0)
+        assert info["spec_num_correct_drafts"] <= min(proposed, info["completion_tokens"] - 1)
         counted = sum(i * count for i, count in enumerate(histogram))
         assert counted == info["spec_num_correct_drafts"]
 

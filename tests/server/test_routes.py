@@ -114,6 +114,32 @@ def test_own_keys_win_over_a_presets(server: Server, model: str) -> None:
     assert (info["spec_smc_mode"], info["spec_smc_num_particles"]) == ("exact", 3)
 
 
+def test_a_chat_s_preset_may_stand_in_its_template_s_arguments(server: Server, model: str) -> None:
+    own = {"chat_template_kwargs": {"smc_preset": "two"}, "return_meta_info": True}
+    answer = server.post("/v1/chat/completions", **chat(model, None, **own)).json()
+    told = answer["choices"][0]["meta_info"]
+    assert (told["spec_smc_mode"], told["spec_smc_num_particles"]) == ("exact", 2)
+    plain = server.post("/v1/chat/completions", **chat(model, "two")).json()
+    assert answer["usage"] == plain["usage"], "the template is shown the same"
+    for other in (None, "exact"):
+        refused = chat(model, other, chat_template_kwargs={"smc_preset": "exat"})
+        found = server.post("/v1/chat/completions", **refused)
+        assert found.status_code == 400 and "'exat'" in found.text
+
+
+@pytest.mark.parametrize("route", OPENAI)
+def test_particles_of_samples_end_as_their_choices_do(
+    server: Server, model: str, route: str
+) -> None:
+    """Red if a particle keeps the stop string, or is another sample's."""
+    asked = ROUTES[route](model, "all-particles", n=2, stop=["e", "s "], temperature=1.2, **ON)
+    for choice in server.post(route, **asked).json()["choices"]:
+        particles = choice["meta_info"]["spec_smc_particles"]
+        ends = [(one["text"], one["finish_reason"]["type"]) for one in particles]
+        assert (text_of({"choices": [choice]}), choice["finish_reason"]) in ends
+        assert not any(stop in text for text, _ in ends for stop in asked["stop"])
+
+
 @pytest.mark.parametrize("route", OPENAI)
 @pytest.mark.parametrize("by", ["preset", "key"])
 def test_particles_and_traces_come_streamed(

@@ -3,6 +3,7 @@
 import itertools
 import random
 import re
+from typing import Any
 
 from http_server import Server
 from spelling import tokenizer
@@ -67,6 +68,75 @@ def test_texts_end_by_length_and_stop_in_every_column(server: Server) -> None:
             assert not re.search(pattern, decode(answer["output_ids"][:-1]))
         assert reasons.count("stop") > 5
     assert next(answers, None) is None
+
+
+ENDS: list[dict[str, Any]] = [
+    {"stop": ["ar", "1"]},
+    {"stop": ["n ", "e"], "no_stop_trim": True},
+    {"stop_regex": "[aeiou]n"},
+    {"stop_token_ids": list(range(300, 360))},
+    {"stop_token_ids": list(range(300, 360)), "no_stop_trim": True, "skip_special_tokens": False},
+    {"ignore_eos": False, "skip_special_tokens": False, "spaces_between_special_tokens": False},
+    {"stop": ["ar"], "stop_regex": "t[a-z]", "stop_token_ids": [*range(300, 320)]},
+]
+
+
+def test_particles_end_and_read_as_answers_do(server: Server) -> None:
+    """For each way to end, one of them is the answer to the letter, and none has a stop's text.
+
+    Red where a particle's text is that of all its tokens.
+    """
+    smc = {"return_particles": True}
+    requests = [
+        asked(smc, **{"max_new_tokens": 20, **end}, temperature=1.3, sampling_seed=seed)
+        for end in ENDS
+        for seed in range(6)
+    ]
+    reasons = set()
+    for request, answer in zip(requests, server.generate(requests), strict=True):
+        particles = answer["meta_info"]["spec_smc_particles"]
+        told = {"text": answer["text"], "output_ids": answer["output_ids"]}
+        told["finish_reason"] = answer["meta_info"]["finish_reason"]
+        assert told in [{name: one[name] for name in told} for one in particles]
+        params = request["sampling_params"]
+        for one in particles:
+            reason = one["finish_reason"]
+            reasons.add((reason["type"], type(reason.get("matched"))))
+            shows = params.get("no_stop_trim", False) and reason.get("matched") in params.get(
+                "stop", ()
+            )
+            assert one["text"].endswith(reason["matched"]) or not shows
+            for stop in () if shows else params.get("stop", ()):
+                assert stop not in one["text"]
+    assert reasons == {("length", type(None)), ("stop", str), ("stop", int)}
+    assert "spec_smc_detokenization" not in answer["meta_info"]
+
+
+def counts(server: Server) -> dict[str, int]:
+    state = server.get("/server_info").json()["internal_states"][0]
+    return state["smc"]["since_start"]
+
+
+def test_tokens_of_short_answers_are_counted_up_to_their_ends(server: Server) -> None:
+    """Red where drafted columns after an answer's end count, or where they are no tokens of it."""
+    ends = [{"max_new_tokens": 3}, {"stop": ["e", "a"]}, {"stop_token_ids": list(range(200, 500))}]
+    for mode, end in itertools.product(MODES, ends):
+        before = counts(server)
+        requests = [
+            asked({"mode": mode, "max_lag": 1}, **{"max_new_tokens": 12, **end}, sampling_seed=seed)
+            for seed in range(50)
+        ]
+        infos = [answer["meta_info"] for answer in server.generate(requests)]
+        after = counts(server)
+        rounds, tokens, kept = (
+            after[name] - before[name] for name in ("rounds", "emitted_tokens", "kept_columns")
+        )
+        assert tokens == sum(info["completion_tokens"] for info in infos) - len(infos)
+        assert rounds == sum(info["spec_smc_rounds_ct"] for info in infos)
+        assert kept == sum(info.get("spec_num_correct_drafts", 0) for info in infos)
+        assert kept == tokens - rounds or (mode == "smc" and tokens - rounds < kept < tokens)
+        for info in (info for info in infos if info["spec_smc_rounds_ct"]):
+            assert info["spec_accept_length"] == info["completion_tokens"] / info["spec_verify_ct"]
 
 
 def test_each_chunk_of_a_stream_goes_on_from_the_one_before(server: Server) -> None:

@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "sglang_smc"
 TOOLS = ROOT / "tools" / "sglang_smc_tools"
 OWN = ("sglang_smc", "kernels", "patches")  # folders of the plugin
-NO_PAGES = {".venv", ".venv-oldest", ".pytest_cache", "build", "dist", "results"}  # folders
 
 
 def measured() -> dict[str, int | list[str]]:
@@ -29,9 +28,6 @@ def measured() -> dict[str, int | list[str]]:
     functions = list(functions_of(set(codes)))
     package = lines_in("sglang_smc")
     beside = sum(lines_in(f"sglang_smc/{room}") for room in ("command", "cpu", "guard"))
-    pages = (path for path in ROOT.rglob("*.md") if not {*path.parts} & NO_PAGES)
-    text = "\n".join(map(Path.read_text, pages))
-    in_tables = len(" ".join(re.findall(r"^\|.*", text, re.M)).split())
     return {
         "round_lines": sum((one.end_lineno or 0) - one.lineno + 1 for one in functions),
         # Calls whose function stands in another file than the one called before.
@@ -53,8 +49,6 @@ def measured() -> dict[str, int | list[str]]:
         "bench_lines": lines_in("bench"),
         "test_lines": lines_in("tests"),
         "tools_test_lines": lines_in("tools/tests"),
-        "prose_words": len(text.split()) - in_tables,
-        "table_words": in_tables,
         "glossary": glossary(),  # words of our own
     }
 

@@ -166,6 +166,7 @@ class Reply:
         assert self.end is None, "an answer ends once"
         self.meta["num_retractions"] = output.retraction_counts[place]
         self.meta["cached_tokens"] = output.cached_tokens[place]
+        self.meta["reasoning_tokens"] = output.reasoning_tokens[place]
         if output.cached_tokens_details:
             self.meta["cached_tokens_details"] = output.cached_tokens_details[place]
         if output.spec_verify_ct:

@@ -86,7 +86,7 @@ class PoolProgram(ToyWorker):
         drawn[..., EOS] -= 2.0
         drawn[0, 0] = torch.nan  # a few texts break
         sizes = {"num_requests": num_rows, "max_new_tokens": LONGEST, "eos": EOS}
-        super().__init__(config, *map(Language, drawn), **sizes, ops=ops)
+        super().__init__(config, *map(Language, drawn), **sizes, ops=ops, budgets=budgets)
         self.rng, self.overlap, self.choices = rng, overlap, budgets
         self.budget: Budget | None = None
         self.running: dict[int, ToyRequest] = {}

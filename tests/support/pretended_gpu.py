@@ -1,8 +1,9 @@
 """SGLang's reading of engine keywords on an H200 that is not there: ``python pretended_gpu.py``.
 
-With numbers it reads them once for each, on a GPU of so many MiB. Reads a JSON list of keywords
-from its input, and prints a line for each: what SGLang made of them, or why it refuses them. A
-script of its own: torch is told of the GPU before SGLang is imported.
+With numbers it reads them once for each, on a GPU of so many MiB; with ``sm_100``, of Blackwell's
+capability. Reads a JSON list of keywords from its input, and prints a line for each: what SGLang
+made of them, or why it refuses them. A script of its own: torch is told of the GPU before SGLang is
+imported.
 """
 
 import json
@@ -16,6 +17,8 @@ from unittest.mock import MagicMock
 import torch
 
 MEMORY = 143_771  # MiB
+BLACKWELL = "sm_100"
+CAPABILITY = (10, 0) if BLACKWELL in sys.argv else (9, 0)
 
 
 class Kernels(MetaPathFinder, Loader):
@@ -41,8 +44,8 @@ def pretend() -> None:
     sys.meta_path.insert(0, Kernels())
     properties = SimpleNamespace(
         name="NVIDIA H200",
-        major=9,
-        minor=0,
+        major=CAPABILITY[0],
+        minor=CAPABILITY[1],
         total_memory=MEMORY << 20,
         multi_processor_count=132,
         gcnArchName="",
@@ -51,7 +54,7 @@ def pretend() -> None:
     cuda.is_available = lambda: True
     cuda.device_count = lambda: 1
     cuda.current_device = lambda: 0
-    cuda.get_device_capability = lambda *_, **__: (9, 0)
+    cuda.get_device_capability = lambda *_, **__: CAPABILITY
     cuda.get_device_name = lambda *_, **__: properties.name
     cuda.get_device_properties = lambda *_, **__: properties
     cuda.mem_get_info = lambda *_, **__: (MEMORY << 20, MEMORY << 20)
@@ -100,8 +103,8 @@ def main() -> None:
             if hasattr(module, name):
                 setattr(module, name, lambda *_, **__: MEMORY)
     load_plugins()
-    asked, sizes = json.load(sys.stdin), [int(one) for one in sys.argv[1:]] or [MEMORY]
-    for size in sizes:
+    asked, sizes = json.load(sys.stdin), [int(one) for one in sys.argv[1:] if one != BLACKWELL]
+    for size in sizes or [MEMORY]:
         hold(size)
         for arguments in asked:
             print(json.dumps(read(arguments)))

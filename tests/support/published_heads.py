@@ -21,6 +21,7 @@ from sglang_smc_tools.distill.heads import Midlayer
 EAGLE, EAGLE_QWEN2 = "eagle", "eagle of qwen2"
 IDS = "eagle_aux_hidden_state_layer_ids"
 FULL = "eagle3 with all that one may have"
+WINDOW = 9  # pairs that the first layer of it attends to, a pair's own among them
 LATENT = "eagle3 over latents"
 #: What their config.json says beside sizes of the target.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -40,6 +41,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "model_type": "qwen3",
         "mlp_bias": False,
         "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": WINDOW,
+        "use_sliding_window": True,
         "hidden_size": 24,
         "target_hidden_size": 32,
         "draft_vocab_size": VOCAB,
@@ -152,10 +156,19 @@ class Published(nn.Module):
         if self.layer_ids is None:
             hidden, later = self.fc(torch.cat([embedded, before], -1)), self.layers
         else:
-            hidden, later = self.layers[0](embedded, before, at, DynamicCache()), self.layers[1:]
+            seen = self.mask(before.shape[1])
+            hidden = self.layers[0](embedded, before, at, DynamicCache(), seen)
+            later = self.layers[1:]
         for layer in later:
             hidden = layer(hidden, position_embeddings=at)
         return hidden
+
+    def mask(self, length: int) -> torch.Tensor | None:
+        """What a window shows the first layer, ``[1, 1, L, L]`` bool; None without one."""
+        if "sliding_attention" not in (vars(self.config).get("layer_types") or ()):
+            return None
+        behind = torch.arange(length).unsqueeze(1) - torch.arange(length)
+        return ((behind >= 0) & (behind < WINDOW))[None, None]
 
     @staticmethod
     def renamed(name: str) -> str:

@@ -12,7 +12,7 @@ LISTS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logpr
 OWN = re.compile(
     "id|response_id|created|created_at|completed_at|.*_ts|.*time|.*latency|.*duration|.*_wait"
     "|.*throughput|spec_.*|cached_tokens.*|prompt_tokens_details|input_tokens_details"
-    "|cache_read_input_tokens"
+    "|cache_read_input_tokens|completion_tokens_details"
 )
 
 

@@ -16,7 +16,16 @@ from sglang_smc.state.request import RequestState
 
 PROMPT = (1, 0)
 
-ASKED: dict[str, Any] = {**NEUTRAL, "stop_token_ids": None, "sampling_seed": None}
+ASKED: dict[str, Any] = {
+    **NEUTRAL,
+    "stop_token_ids": None,
+    "sampling_seed": None,
+    "stop_str_max_len": 0,
+    "stop_regex_max_len": 0,
+    "no_stop_trim": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+}
 
 
 class Letters:
@@ -40,6 +49,7 @@ class ToyRequest:
     customized_info: dict[str, Any]
     update_spec_correct_drafts_histogram = Req.update_spec_correct_drafts_histogram
     is_retracted = False
+    finished_reason: Any = None
     spec_verify_ct = spec_num_correct_drafts = 0
 
     def __init__(
@@ -51,6 +61,7 @@ class ToyRequest:
         self.custom_logit_processor = asked.get("custom_logit_processor")
         self.to_finish: Any = None
         self.origin_input_ids, self.multimodal_inputs = list(PROMPT), None
+        self.origin_input_ids_unpadded, self.decoded_text = list(PROMPT), ""
         self.output_ids: list[int] = []
         self.spec_correct_drafts_histogram: list[int] = []
         self.stream = False

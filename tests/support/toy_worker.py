@@ -11,6 +11,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from toy_request import PROMPT, ToyRequest
 
@@ -18,7 +19,7 @@ from sglang_smc import upstream
 from sglang_smc.kv import arena
 from sglang_smc.models.chains import Chains
 from sglang_smc.ops import TORCH
-from sglang_smc.options.request import Budget
+from sglang_smc.options.request import Budget, config_of
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.potentials.runner import PotentialRunner
 from sglang_smc.proposers.base import LanguageModel
@@ -154,6 +155,8 @@ class ToyWorker:
     ) -> None:
         self.ops, self.grammar, self.corpus, self.runners = ops, grammar, corpus, runners
         self.asked = asked if isinstance(asked, tuple) else (asked or {},)
+        if config.adaptive == "auto":
+            config = replace(config, adaptive="off" if budgets == (None,) else "on")
         self.config, self.limit, self.eos, self.chosen = config, max_new_tokens, eos, chosen
         self.budgets, self.num_reserved = budgets, 0
         width = len(PROMPT) + max_new_tokens + arena.max_arena(config)
@@ -282,7 +285,10 @@ class ToyWorker:
         smc = self.chosen[(row - 1) % len(self.chosen)]
         asked = {"custom_params": {"smc": smc}, "stop_token_ids": [self.eos], "sampling_seed": row}
         asked |= self.asked[(row - 1) % len(self.asked)]
-        return ToyRequest(row, self.vocab_size, self.limit, asked, self.grammar())
+        req = ToyRequest(row, self.vocab_size, self.limit, asked, self.grammar())
+        # Budgets bound those without a seed.
+        req.smc_config = replace(config_of(self.config, req), seeded=False)
+        return req
 
     def play_round(self, reqs: list[ToyRequest]) -> Any:
         """Reserve memory as the scheduler does, then the worker's own round."""

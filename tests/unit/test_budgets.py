@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from table_entries import entry
 
 from sglang_smc.ops import TORCH
@@ -36,11 +37,13 @@ from sglang_smc.options.request import (
     apply_budget,
     budgets,
     request_config,
+    unmeasured,
 )
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.options.unmeasured import completed
 from sglang_smc.round import costs
 from sglang_smc.round.batch import RoundInputs, RoundShape, Tables
-from sglang_smc.round.costs import costs_of_launched
+from sglang_smc.round.costs import Allowance, costs_of_launched
 from sglang_smc.state.request import RequestState
 from sglang_smc.state.settings import RequestTable
 
@@ -310,10 +313,11 @@ def test_rounds_that_fit_are_measured_without_noise(monkeypatch: pytest.MonkeyPa
         tokens = slots.numel() if keys > 1 else 0
         clock.now += 0.001 * len(rows) + 1e-6 * (shape.num_steps + 1) * tokens
 
-    found = costs_of_launched(play, config, most_requests=20, tables=tables)
+    found = costs_of_launched(play, config, 20, tables, Allowance())
     points = {budget: [size for size, _ in curve.points] for budget, curve in found.rounds.items()}
     assert points[Budget(8, 8)] == [1, 4, 7] and points[OFF] == [1, 4, 16, 20]
-    assert len(played) > 8 * sum(len(points[of]) for of in found.nodes)
+    measured = [of for of in found.nodes if of.num_steps in (1, 8)]
+    assert len(played) >= 8 * sum(len(points[of]) for of in measured)
     assert found.round(16, OFF, TOP) == pytest.approx(0.016)
     assert found.reading == pytest.approx({of: 1e-6 * (of.num_steps + 1) for of in found.rounds})
     assert not table.any() and tables.particles.gather_single(torch.arange(21))[1].all()
@@ -325,6 +329,89 @@ def test_rounds_that_fit_are_measured_without_noise(monkeypatch: pytest.MonkeyPa
     assert found.round(4, Budget(8, 8), TOP) == pytest.approx(0.032), (
         "the most, where none is known"
     )
+
+
+def test_measuring_ends_in_time_and_leaves_no_round_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of a large model: one of 8 x 16 would take 14 s, and all of them an hour."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    clock.thread_time = clock.perf_counter
+    monkeypatch.setattr(costs, "time", clock)
+    config = SMCConfig(mode="exact", num_particles=8, num_steps=16)
+    table = torch.zeros(33, 600, dtype=torch.int32)
+    sizes = {"num_slots": 6000, "vocab_size": 100, "device": "cpu"}
+    tables = Tables.of(config, TORCH, table, **sizes)
+
+    def seconds(budget: Budget, size: int) -> float:
+        return 0.1 * size * budget.num_particles * (budget.num_steps + 1)
+
+    def play(inputs: RoundInputs, shape: RoundShape) -> Any:
+        budget = Budget(shape.num_particles, shape.num_steps)
+        clock.now += seconds(budget, len(inputs.rows))
+        return SimpleNamespace(num_nodes=None)
+
+    found = costs_of_launched(play, config, 32, tables, Allowance(4.0))
+    assert clock.now < 5
+    top = Budget(8, 16)
+    assert set(found.rounds) == set(budgets(top))
+    for of in budgets(top):
+        for size in (1, 8, 32):
+            assert found.round(size, of, top) == pytest.approx(seconds(of, size), rel=0.01)
+
+
+def test_rounds_that_were_not_measured_cost_what_as_many_rows_do() -> None:
+    top = Budget(4, 4)
+
+    def seconds(budget: Budget, size: int) -> float:
+        rows = size * budget.num_particles
+        return 1.0 + 0.5 * budget.num_steps * rows + 0.25 * rows * (budget.num_steps + 1)
+
+    ends = [OFF, *(Budget(n, k) for n in (1, 2, 4) for k in (1, 4))]
+    rounds = {of: Curve(tuple((size, seconds(of, size)) for size in (1, 4, 16))) for of in ends}
+    del rounds[Budget(4, 4)]
+    rounds[Budget(2, 4)] = Curve(rounds[Budget(2, 4)].points[:1])
+    nodes = {Budget(2, k): ((k + 1.0, rounds[Budget(2, k)]),) for k in (1, 4)}
+    reading = {of: 1.0 + of.num_steps for of in rounds}
+    found = completed(RoundCosts(rounds, reading, nodes), budgets(top))
+    for of in budgets(top):
+        for size in (1, 8):
+            assert found.round(size, of, top) == pytest.approx(seconds(of, size), rel=0.01)
+    assert found.reading == {of: 1.0 + of.num_steps for of in budgets(top)}
+    ((count, _),) = found.nodes[Budget(2, 2)]
+    assert count == pytest.approx(3.0)
+
+
+def test_sizes_stay_where_costs_are_not_known() -> None:
+    policy = Policy(Budget(8, 16), None, fixed=unmeasured(Budget(8, 16)))
+    assert policy.budget == Budget(8, 8), "of a server that does not adapt"
+    for size in (1, 64):
+        policy.choose(size, Budget(8, 16))
+        policy.learn(Budget(8, 8), 0)
+        policy.end_round()
+        assert policy.budget == Budget(8, 8) and not policy.pays_apart(1, size, OFF)
+    assert unmeasured(Budget(1, 4)) == Budget(1, 4)
+
+
+def test_large_requests_get_a_round_of_their_own_where_that_is_faster() -> None:
+    rounds = {of: Curve(((1, 1.0), (2, 2.0))) for of in budgets(Budget(2, 2))}
+    rounds |= {OFF: Curve(((1, 0.5), (64, 0.5)))}
+    policy = Policy(Budget(2, 2), RoundCosts(rounds))
+    assert policy.pays_apart(1, 8, OFF) and not policy.pays_apart(8, 0, OFF)
+    assert not policy.pays_apart(1, 8, Budget(2, 1)), "its rounds cost as much for each request"
+
+
+def test_trials_are_judged_by_rounds_on_their_budget_alone() -> None:
+    """Red where requests that keep N and K decide whether a cheap trial pays."""
+    rounds = {Budget(2, 2): 8.0, Budget(2, 1): 6.0, Budget(1, 2): 4.0, Budget(1, 1): 3.0, OFF: 1.0}
+    costs_of_rounds = RoundCosts({of: Curve(((1, cost),)) for of, cost in rounds.items()})
+    policy = Policy(Budget(2, 2), costs_of_rounds)
+    policy.choose(1, Budget(2, 2))
+    assert policy.budget == Budget(1, 1), "the first trial"
+    for _ in range(8):
+        policy.learn(Budget(2, 2), 2)
+        policy.learn(Budget(1, 1), 0)
+        policy.end_round()
+        policy.choose(1, Budget(2, 2))
+    assert policy.budget == OFF
 
 
 def test_drafts_pay_again_where_the_sequences_are_long() -> None:
@@ -358,7 +445,7 @@ def test_bad_costs_name_the_variable_and_its_form(text: str) -> None:
 
 # --- What a request runs with
 
-SERVER = SMCConfig(num_particles=8, num_steps=6)
+SERVER = SMCConfig(num_particles=8, num_steps=6, adaptive="on")
 ASKED = [
     request_config(SERVER, {"smc": chosen})
     for chosen in (
@@ -396,8 +483,26 @@ RUNGS = [None, Budget(8, 6), Budget(4, 3), Budget(2, 6), Budget(1, 3), OFF]
 def test_what_a_request_runs_with(
     asked: RequestConfig, budget: Budget, num_particles: int, num_steps: int, mode: str
 ) -> None:
-    found = apply_budget(asked, budget)
+    found = apply_budget(replace(asked, adaptive="on"), budget)
     assert (found.num_particles, found.num_steps, found.mode) == (num_particles, num_steps, mode)
+
+
+@pytest.mark.parametrize(
+    ("own", "keeps"),
+    [
+        ({"mode": "exact", "adaptive": "auto"}, False),
+        ({"mode": "exact", "adaptive": "auto", "seeded": True}, True),
+        ({"mode": "smc", "adaptive": "auto"}, True),
+        ({"mode": "smc", "adaptive": "on"}, False),
+        ({"mode": "smc", "adaptive": "on", "seeded": True}, True),
+        ({"mode": "auto", "adaptive": "on", "greedy": True}, False),
+    ],
+)
+def test_whom_a_budget_bounds(own: dict[str, Any], keeps: bool) -> None:
+    """Red where a seed's text, or mode smc's fidelity, would depend on the load unasked."""
+    asked = RequestConfig(num_particles=4, num_steps=4, **own)
+    assert asked.keeps_sizes is keeps
+    assert (apply_budget(asked, OFF) == asked) is keeps
 
 
 @pytest.mark.parametrize("budget", RUNGS)

@@ -5,12 +5,16 @@ from typing import Any
 
 import pytest
 from hostile import HOSTILE
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_smc.guard.validation import check_fields, check_form, check_labels
-from sglang_smc.options.request import request_config
+from sglang_smc.options.request import KEYS, request_config
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.printable import MOST_SHOWN, in_all, shown
 from sglang_smc.server import presets
+from sglang_smc.server.refusals import check_request
 
 VOCAB = 64
 
@@ -69,7 +73,11 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"sampling_params": {"is_normalized": True}}, "unknown field `is_normalized`"),
     ({"sampling_params": {"stop_strs": ["a"]}}, "unknown field `stop_strs`"),
     ({"sampling_params": {"custom_params": {"smc": {"mode": {"a": 1}}}}}, "custom_params"),
-    ({"sampling_params": {"sampling_seed": 2**63}}, "integer of 64 bits; allowed"),
+    (
+        {"sampling_params": {"sampling_seed": 2**63}},
+        r"has 9223372036854775808; allowed: integers from -2\^63 to 2\^63 - 1",
+    ),
+    ({"priority": -(2**63) - 1}, "has -9223372036854775809; allowed: integers"),
     ({"sampling_params": {"temperature": 1e300}}, "1e\\+300; allowed: numbers up to 3.4e"),
     ({"sampling_params": {"top_k": 2**31}}, "top_k is 2147483648; allowed"),
     ({"sampling_params": {"n": 0}}, "n is 0; allowed: an integer from 1 to 4096"),
@@ -99,10 +107,10 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"input_ids": [[1], [2]], "top_logprobs_num": [None, 3]}, "top_logprobs_num has null"),
     ({"logprob_start_len": -2}, "logprob_start_len is -2; allowed: an integer from -1"),
     ({"top_logprobs_num": VOCAB + 1}, "top_logprobs_num is 65"),
-    ({"priority": 2**64}, "priority has an integer of 65 bits"),
+    ({"priority": 2**4000}, "priority has <an integer of 4001 bits>"),
     ({"session_params": {"nobody": 1}}, "session_params is malformed.*nobody"),
     ({"session_params": {"offset": "a"}}, "session_params is malformed.*offset"),
-    ({"session_params": {"id": DEEP}}, "71 bits"),
+    ({"session_params": {"id": DEEP}}, str(2**70)),
     *(
         ({"input_ids": [[1], [2]], one: ONE_OF_TWO[one]}, "1 entries; allowed: 2")
         for one in ONE_OF_TWO
@@ -160,3 +168,71 @@ def test_labels_of_metrics_that_there_are_not_are_refused(
     for labels in refused:
         with pytest.raises(ValueError, match=told):
             check_labels(GenerateReqInput(input_ids=[1], custom_labels=labels), allowed)
+
+
+LONG = "a" * 5_000
+#: Of each kind that JSON or an engine's caller may send, the largest.
+LARGE = st.sampled_from(
+    (
+        *(LONG, HOSTILE * 60, "{" * 5_000, 2**63, -(2**20_000), 1e300, float("nan"), True),
+        *(DEEP, [LONG] * 50, list(range(5_000)), [[5] * 300] * 300, {LONG: LONG}),
+        *({f"{LONG}{number}": number for number in range(50)}, {"a": {"b": {"c": DEEP}}}, [None]),
+        *([{LONG: 1}] * 9, [{"name": LONG, "args": {LONG: LONG}}], [{"name": LONG, "when": LONG}]),
+    )
+)
+PARAMS = st.sampled_from(
+    [
+        *("stop", "stop_regex", "logit_bias", "regex", "json_schema", "ebnf", "structural_tag"),
+        *("n", "temperature", "top_k", "custom_params", "beam_width", "stop_token_ids", LONG),
+    ]
+)
+FIELDS = st.sampled_from(
+    [
+        *("text", "input_ids", "sampling_params", "rid", "lora_path", "lora_id", "extra_key"),
+        *("session_params", "custom_logit_processor", "image_data", "input_embeds", "priority"),
+        *("return_logprob", "top_logprobs_num", "token_ids_logprob", "video_data"),
+        "custom_labels",
+    ]
+)
+MANY = 4
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    fields=st.dictionaries(FIELDS, LARGE, max_size=MANY),
+    params=st.none() | st.dictionaries(PARAMS, LARGE, max_size=MANY),
+    smc=st.none() | st.dictionaries(st.sampled_from([*KEYS, LONG, HOSTILE]), LARGE),
+)
+def test_a_refusal_is_short_whatever_is_sent(
+    fields: dict[str, Any], params: dict[str, Any] | None, smc: dict[str, Any] | None
+) -> None:
+    """Red where a value, a name or another library's message is told as long as it is."""
+    if smc is not None:
+        params = {**(params or {}), "custom_params": {"smc": smc}}
+    if params is not None:
+        fields = {**fields, "sampling_params": params}
+    try:
+        refuse(GenerateReqInput(**{"input_ids": [1, 2], **fields}), fields)
+    except ValueError as error:
+        assert len(str(error)) <= 700 and str(error).isprintable(), str(error)
+
+
+def refuse(request: GenerateReqInput, fields: dict[str, Any]) -> None:
+    """Look at a request as the server does, and at each part that other faults would hide."""
+    check_labels(request, None)
+    check_form(request, VOCAB)
+    presets.put_in_place(request, {"a": {}}, (), SMCConfig())
+    if fields.get("rid") is None and fields.get("text") is None:
+        check_fields(request, VOCAB)
+        check_request(request, SMCConfig())
+
+
+@pytest.mark.parametrize("value", ["a" * 40, 5, 2.5, None, [1, "b", {"c": (True, 2)}], {"a": 1}])
+def test_a_short_value_is_shown_as_it_is(value: Any) -> None:
+    assert shown(value) == repr(value)
+    assert len(shown([value, LONG, DEEP])) <= MOST_SHOWN
+
+
+def test_problems_that_are_not_told_are_counted() -> None:
+    told = in_all([LONG[:400]] * 5)
+    assert told.endswith(" There are 4 more of these.") and in_all(["a.", "b."]) == "a. b."

@@ -18,9 +18,10 @@ from toy_request import begun
 from sglang_smc import process
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.patches.ingress import add_meta_info, update_meta_info
+from sglang_smc.patches.ingress import add_meta_info, count_proposed, update_meta_info
 from sglang_smc.patches.request_state import update_finish_state
 from sglang_smc.round.result import SMCBatchResult
+from sglang_smc.server import texts
 from sglang_smc.state import fidelity, metrics
 from sglang_smc.state.alarm import ROUNDS
 from sglang_smc.state.fidelity import ALL, AnswerFidelity, FidelityWindows, Sums, Window
@@ -86,14 +87,40 @@ def test_before_the_first_round_all_particles_count() -> None:
 class Letters:
     """A tokenizer: 1 reads a, 2 reads b, and so on; 0 is special."""
 
+    is_fast = True
+
+    def __len__(self) -> int:
+        return 27
+
+    def batch_decode(
+        self, ids: list[list[int]], skip_special_tokens: bool, **spaces: bool
+    ) -> list[str]:
+        return [self.decode(one, skip_special_tokens) for one in ids]
+
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         letters = "" if skip_special_tokens else "."
         return "".join(chr(96 + one) if one else letters for one in ids)
 
 
+ARGUMENTS = SimpleNamespace(disable_tokenizer_batch_decode=False, tool_call_parser=None)
+DETOKENIZED = {
+    "before": [5],
+    "no_stop_trim": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+}
+
+
+@pytest.fixture
+def _read_as_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "resolved", lambda server_args: server_args)
+
+
 def shown(tokenizer: Any = None, times: int = 1, **accumulated: list[Any]) -> dict[str, Any]:
     state = SimpleNamespace(customized_info_accumulated=accumulated)
-    manager: Any = SimpleNamespace(rid_to_state={"a": state}, tokenizer=tokenizer)
+    manager: Any = SimpleNamespace(
+        rid_to_state={"a": state}, tokenizer=tokenizer, server_args=ARGUMENTS
+    )
     meta_info: dict[str, Any] = dict(accumulated)
     for _ in range(times):
         add_meta_info(lambda *_: None, manager, meta_info, SimpleNamespace(rids=["a"]), 0)
@@ -107,11 +134,12 @@ def given(finish: dict | None, tokenizer: Any = None, **info: list[list[Any]]) -
     def accumulate(_: Any, meta_info: dict, state: Any, own: dict, index: int, *__: Any) -> None:
         meta_info.update({name: values[index] for name, values in own.items()})
 
-    manager: Any = SimpleNamespace(tokenizer=tokenizer)
+    manager: Any = SimpleNamespace(tokenizer=tokenizer, server_args=ARGUMENTS)
     update_meta_info(accumulate, manager, found, None, info, 1, finish)
     return found
 
 
+@pytest.mark.usefixtures("_read_as_resolved")
 def test_a_chunk_of_a_request_that_goes_on_has_no_totals() -> None:
     """Red if it has fields of a neighbour that ends in the same output batch, as [] or null."""
     batch: dict[str, Any] = {"spec_smc_rounds_ct": [[7], []], "theirs": [[1], [2]]}
@@ -121,9 +149,10 @@ def test_a_chunk_of_a_request_that_goes_on_has_no_totals() -> None:
     batch |= {"spec_smc_particles": [[[]], [None]], "spec_smc_log_evidence": [[0.5], [None]]}
     own = {"spec_smc_rounds_ct": 3, "spec_smc_log_evidence": None, "theirs": [2]}
     assert given({"type": "stop"}, **batch) == own
-    particle = {"output_ids": [1, 0, 2]}
-    (read,) = given({}, Letters(), spec_smc_particles=[[], [[particle]]])["spec_smc_particles"]
-    assert read["text"] == "ab"
+    particle = {"output_ids": [1, 0, 2], "finish_reason": None}
+    asked = {"spec_smc_particles": [[], [[particle]]]}
+    found = given({}, Letters(), **asked, spec_smc_detokenization=[[], [DETOKENIZED]])
+    assert found == {"spec_smc_particles": [{**particle, "text": "ab"}]}
 
 
 def test_totals_are_numbers_on_the_oldest_release_too() -> None:
@@ -138,15 +167,39 @@ def test_totals_are_numbers_on_the_oldest_release_too() -> None:
 ROUND = {"begins": [1], "drafted": [[2, 3], []], "bonus": [0, None], "emitted": [4]}
 
 
+@pytest.mark.usefixtures("_read_as_resolved")
 @pytest.mark.parametrize("times", [1, 2])
 def test_tokens_are_readable_where_there_is_a_tokenizer(times: int) -> None:
     """Red if a token of some field is left out, or if what ends a stream is read twice over."""
-    particle, trace = {"output_ids": [1, 0, 2]}, {"rounds": [ROUND]}
+    particle, trace = {"output_ids": [1, 0, 2], "finish_reason": None}, {"rounds": [ROUND]}
     own = {"spec_smc_particles": [[dict(particle)]], "spec_smc_trace": [dict(trace)]}
+    own |= {"spec_smc_detokenization": [DETOKENIZED]}
     assert shown(**own) == {"spec_smc_particles": [particle], "spec_smc_trace": trace}
     found = shown(Letters(), times, **own)
     assert found["spec_smc_particles"] == [{**particle, "text": "ab"}]
     assert found["spec_smc_trace"]["pieces"] == {"0": ".", "1": "a", "2": "b", "3": "c", "4": "d"}
+
+
+@pytest.mark.parametrize("hook", [count_proposed, add_meta_info])
+@pytest.mark.parametrize(
+    ("steps", "rounds", "proposed", "rate"), [(0, 3, 0, None), (2, 4, 8, 0.5), (1.5, 4, 6, 4 / 6)]
+)
+def test_drafts_are_proposed_where_a_round_drafts(
+    hook: Any, steps: float, rounds: int, proposed: int, rate: float | None
+) -> None:
+    """Red where the server's K counts in rounds that draft less, or there is a rate of nothing."""
+    own: dict[str, Any] = {"spec_smc_steps_mean": steps, "spec_smc_rounds_ct": rounds}
+    sglang_s = {"spec_accept_rate": 0.1, "spec_num_proposed_drafts": 40}
+    found: dict[str, Any] = {**own, **sglang_s, "spec_num_correct_drafts": 4}
+    state = SimpleNamespace(customized_info_accumulated={})
+    manager: Any = SimpleNamespace(rid_to_state={"a": state}, tokenizer=None)
+    hook(lambda *_: None, manager, found, SimpleNamespace(rids=["a"]), 0)
+    assert found["spec_num_proposed_drafts"] == proposed
+    assert found.get("spec_accept_rate") == rate
+    for without in ({}, own):
+        kept = dict(without)
+        hook(lambda *_: None, manager, kept, SimpleNamespace(rids=["a"]), 0)
+        assert kept == without, "stock fields are absent where the server's K is 0"
 
 
 # --- Sums of a server
@@ -173,7 +226,7 @@ def reporter(*, exports: bool = True, logs: bool = True) -> Any:
 
 def played(*, weighs: bool = True, greedy: bool = False, **others: float) -> Played:
     """One request's part of a round; ``others`` are of it and of its counters."""
-    own = {name: others.pop(name, 0) for name in ("num_kept", "num_emitted", "replayed")}
+    own = {name: others.pop(name, 0) for name in ("num_kept", "is_silent", "replayed")}
     own["by_model"] = others.pop("by_model", 1)
     given = {"rounds_ct": 1, "particles_sum": 1 if greedy else 4, "ess_sum": 2.0, **others}
     return Played(gains(**given), weighs=weighs, is_greedy=greedy, **own)  # type: ignore[arg-type]
@@ -185,6 +238,7 @@ def monitor(*rounds: list[Played], interval: int = 1000, **reporting: bool) -> M
     for batch in rounds:
         for one in batch:
             found.add(one)
+            found.count_emitted(2, 3)
         found.end_round()
     return found
 
@@ -272,17 +326,17 @@ def samples(registry: CollectorRegistry) -> dict[str, float]:
 EIGHT = {"particles_sum": 8, "ess_sum": 8.0}
 EVERYTHING = (
     [
-        played(num_kept=3, resample_ct=1, killed_ct=2, steps_sum=3, ess_sum=1.0),
-        played(weighs=False, num_kept=1, num_emitted=2, replayed=1, exact_ct=1, steps_sum=5),
+        played(is_silent=1, resample_ct=1, killed_ct=2, steps_sum=3, ess_sum=1.0),
+        played(weighs=False, replayed=1, exact_ct=1, steps_sum=5),
     ],
-    [played(num_kept=2, num_emitted=9, narrow_ct=1, all_zero_ct=1, nan_ct=1, **EIGHT)],
+    [played(narrow_ct=1, all_zero_ct=1, nan_ct=1, **EIGHT)],
 )
 EXPECTED = {
     "rounds": 3,
     "particles": 16,
     "drafted_columns": 8,
     "kept_columns": 6,
-    "emitted_tokens": 11,
+    "emitted_tokens": 9,
     "silent_rounds": 1,
     "replayed_rounds": 1,
     "resamplings": 1,
@@ -298,7 +352,7 @@ def test_each_event_is_counted_in_metrics_and_in_totals(registry: CollectorRegis
     """Without Prometheus, too; none is exported where SGLang exports none."""
     totals = monitor(*EVERYTHING, exports=False).totals()
     assert not samples(registry)
-    sums = {"particles": 16, "steps": 8, "kept_columns": 6, "emitted_tokens": 11}
+    sums = {"particles": 16, "steps": 8, "kept_columns": 6, "emitted_tokens": 9}
     means = {"mean_ess_ratio": 0.625, "useless_drafts": None} | {
         f"mean_{name}": sums[name] / 3 for name in sums
     }
@@ -430,6 +484,7 @@ def test_a_prefill_that_fails_is_counted(
 ) -> None:
     """Through the hook that ends such a request: a broken model shows in its prefill first."""
     req, found = begun({}, [-1]), monitor()  # a code of `Failure` in place of the first token
+    req.output_ids_through_stop = req.output_ids
     monkeypatch.setattr(process.active, "monitor", found)
     update_finish_state(lambda *_: None, req)
     totals = found.totals()

@@ -16,11 +16,13 @@ from sglang_smc.drafts import formats
 from sglang_smc.drafts.kinds import EAGLE, LATENT_EAGLE3, MTP
 from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models import supported, vocabulary
+from sglang_smc.models.softmax import Softmax
 from sglang_smc.models.supported import check_layers
 from sglang_smc.models.vocabulary import Vocabulary
 from sglang_smc.ops import TORCH
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.proposers import prompt_attention
 from sglang_smc.proposers.assembly import connect
 from sglang_smc.proposers.base import DraftSlots, LanguageModel, to_full_vocabulary
 from sglang_smc.proposers.dflash import load_hot, mask_token
@@ -57,6 +59,7 @@ def eagle3(**more: Any) -> Any:
 
 
 NARROW = {"target_hidden_size": 64, "hidden_size": 32}
+WINDOWED = {"layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": True}
 
 
 def with_ids(*ids: int, **more: Any) -> dict[str, Any]:
@@ -135,6 +138,7 @@ def test_what_fits_is_taken() -> None:
     ]
     taken += [(latent(), "eagle3"), (eagle3(**with_ids(0, 2, 4, norm_before_fc=True)), "eagle3")]
     taken += [(eagle3(draft_vocab_size=None), "eagle3"), (dflash(), "dflash"), (dspark(), "dflash")]
+    taken += [(eagle3(**WINDOWED), "eagle3"), (eagle3(use_sliding_window=True), "eagle3")]
     taken += [(dspark("gated"), "dflash"), (dspark("rnn"), "dflash"), (dflash2(), "dflash")]
     taken += [(domino(), "dflash"), (lilicorr(), "dflash")]
     taken += [(mtp(), "mtp"), (TARGET, "model")]
@@ -165,7 +169,9 @@ def test_what_goes_into_the_last_norm_can_be_had_of_gpt_oss() -> None:
         ),
         (latent(norm_before_residual=True), r"with a norm before the residual \(norm_before_res"),
         (eagle3(attention_bias=True), "with biases of attention"),
-        (eagle3(layer_types=["sliding_attention"]), "with windows"),
+        (eagle3(layer_types=["chunked_attention"]), r"with chunked_attention \(layer_types\)"),
+        (eagle3(layer_types=["sliding_attention"]), "has sliding_window None, and layer_types"),
+        (latent(**WINDOWED), "with windows over latents"),
         (eagle3(**with_ids(0, 2, 4, parallel_draft_step=2)), "with further heads"),
         (eagle3(**with_ids(0, 2, 4, next_layer_regular=True), num_hidden_layers=2), "ordinary"),
         (eagle3(eagle_aux_hidden_state_layer_ids=[0, 1]), "outside of eagle_config"),
@@ -403,6 +409,31 @@ def runner(*, latent: bool = False, **layer: Any) -> Any:
     return SimpleNamespace(model=model, model_config=config, use_mla_backend=latent)
 
 
+@pytest.mark.parametrize("window", [-1, 0, 3, 5, 40])
+@pytest.mark.parametrize("known", [0, 7])
+def test_heads_read_prompts_in_windows(
+    monkeypatch: pytest.MonkeyPatch, window: int, known: int
+) -> None:
+    """Red where some of the queries are told too few or too many keys, at a window's edge."""
+    monkeypatch.setattr(prompt_attention, "_AT_ONCE", 4)
+    new, draw = 11, torch.Generator().manual_seed(0)
+    cache = torch.randn(2, 40, 2, 8, generator=draw)  # keys and values of 40 slots
+    slots = torch.randperm(40, generator=draw)[: known + new]
+    query = torch.randn(new, 4, 8, generator=draw)
+    attention = prompt_attention.PromptAttention.__new__(prompt_attention.PromptAttention)
+    attention.token_to_kv_pool = SimpleNamespace(get_kv_buffer=lambda _: cache)
+    attention.group = 2
+    layer: Any = SimpleNamespace(layer_id=0, sliding_window_size=window)
+    found = attention._attend(query, slots, layer, Softmax(0.5))
+    for row in range(new):
+        own = known + row
+        first = 0 if window < 0 else max(own - window, 0)
+        keys, values = cache[:, slots[first : own + 1]].repeat_interleave(2, dim=2)
+        scores = torch.einsum("hd,lhd->hl", query[row], keys) * 0.5
+        expected = torch.einsum("hl,lhd->hd", scores.softmax(-1), values)
+        torch.testing.assert_close(found[row], expected)
+
+
 WINDOW, ENCODER = {"sliding_window_size": 31}, {"attn_type": AttentionType.ENCODER_ONLY}
 CROSS = "cross or bidirectional attention"
 
@@ -464,6 +495,9 @@ def rehearsed(target: Any, draft: Any) -> None:
     rehearse(target, LanguageModel(draft, cast("Any", None)), ledger, TORCH)
 
 
+UNLIKE = RuntimeError(
+    "expected m1 and m2 to have the same dtype, but got: c10::BFloat16 != c10::Half"
+)
 WANTS = AttributeError("'NoneType' object has no attribute 'mrope'")
 
 
@@ -477,6 +511,7 @@ WANTS = AttributeError("'NoneType' object has no attribute 'mrope'")
             "pass --speculative-smc-kernels torch",
         ),
         ("sglang.srt.models", torch.OutOfMemoryError("80 GiB"), "smaller --mem-fraction-static"),
+        ("sglang.srt.models", UNLIKE, "c10::Half. Pass --dtype, such as --dtype bfloat16, "),
         ("sglang.srt.models", ValueError("no such layer"), "Choose another model"),
     ],
 )

@@ -90,3 +90,33 @@ def test_unknown_names_and_keys_that_contradict_are_refused(name: Any, smc: Any,
     request = GenerateReqInput(text="a", lora_id="nobody's")
     with pytest.raises(ValueError, match='lora_id is "nobody\'s"; send a name, as lora_path'):
         presets.put_in_place(request, KNOWN, ADAPTERS, SERVER)
+
+
+def chat(**fields: Any) -> Any:
+    return SimpleNamespace(**{"chat_template_kwargs": None, "lora_path": None, **fields})
+
+
+def test_a_chat_names_its_preset_where_routers_and_stock_servers_let_it_pass() -> None:
+    """Red if a template is shown the name, or loses what else it is given."""
+    request = chat(chat_template_kwargs={"smc_preset": "two", "enable_thinking": False})
+    presets.take_from_template(request, KNOWN)
+    assert (request.lora_path, request.chat_template_kwargs) == ("two", {"enable_thinking": False})
+    for other in (chat(), chat(lora_path="sql"), SimpleNamespace()):
+        before = dict(vars(other))
+        presets.take_from_template(other, KNOWN)
+        assert vars(other) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "lora_path", "said"),
+    [
+        ("sql", None, "is 'sql'; allowed: a preset of this server: 'exact', 'two', 'plain'."),
+        (["two"], None, "is ['two']; allowed"),
+        ("two", "sql", "is 'two' beside lora_path 'sql'; allowed: one of them."),
+    ],
+)
+def test_what_else_a_chat_names_there_is_refused(name: Any, lora_path: Any, said: str) -> None:
+    request = chat(chat_template_kwargs={"smc_preset": name}, lora_path=lora_path)
+    with pytest.raises(ValueError) as error:
+        presets.take_from_template(request, KNOWN)
+    assert said in str(error.value)

@@ -19,7 +19,8 @@ from sglang_smc.models.chains import Chains
 from sglang_smc.models.recorder import PassRecording, Ranks, Session, cuda_session
 from sglang_smc.options.request import OFF, Budget, budgets
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.round import graph
+from sglang_smc.proposers.layer_choice import LayerChoice
+from sglang_smc.round import capture, graph
 from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_server
 from sglang_smc.round.graph import MOST, Kinds, Recordings, RoundGraphs, plan_sizes, thinned
 from sglang_smc.smc.settings import Need
@@ -29,13 +30,15 @@ from sglang_smc_tools.plan.memory import PREFILL_SHARE, reserved_bytes
 
 STOCK = [*range(1, 9), *range(10, 34, 2), 40, 44, 48]  # of SGLang, up to 48 requests
 LOGPROBS = recorded_logprobs(1000)
+ADAPTIVE = ("off", "on")
 
 
 @pytest.mark.parametrize("wanted", [STOCK, [1], [3], [1, 4], [*range(1, 257)], [7, 200]])
 @pytest.mark.parametrize("is_adaptive", [False, True])
 def test_no_server_records_more_than_it_should(wanted: list[int], is_adaptive: bool) -> None:
     """And sizes in between waste little."""
-    kinds = Kinds.of(SMCConfig(num_particles=8, num_steps=8, adaptive=is_adaptive), LOGPROBS)
+    config = SMCConfig(num_particles=8, num_steps=8, adaptive=ADAPTIVE[is_adaptive])
+    kinds = Kinds.of(config, LOGPROBS)
     num_kinds = kinds.num_most_used, len(kinds.edited + kinds.off)
     sizes = plan_sizes(wanted, *num_kinds)
     assert sizes.count(*num_kinds) <= MOST
@@ -52,7 +55,7 @@ def test_no_server_records_more_than_it_should(wanted: list[int], is_adaptive: b
 @pytest.mark.parametrize("is_adaptive", [False, True])
 def test_at_temperature_0_a_round_of_trees_is_replayed(is_adaptive: bool) -> None:
     """On any budget of several particles; each budget has rounds of its own where N and K adapt."""
-    config = SMCConfig(num_particles=4, num_steps=4, adaptive=is_adaptive)
+    config = SMCConfig(num_particles=4, num_steps=4, adaptive=ADAPTIVE[is_adaptive])
     kinds, play = Kinds.of(config, LOGPROBS), Any
     trees = [RoundGraphs(play, shape, play, [1, 2]) for shape in kinds.greedy]
     assert [one.shape.num_particles for one in trees] == ([2, 4] if is_adaptive else [4])
@@ -81,9 +84,9 @@ def test_the_first_recording_that_does_enough_is_replayed(caplog: pytest.LogCapt
     table = LogprobTable(3, 2, 5, "cpu")
     table.make_room(LOGPROBS)
     kinds, play = Kinds.of(SMCConfig(num_particles=2, num_steps=2), LOGPROBS), cast("Any", None)
-    shapes = [*kinds.most_used, *kinds.edited, kinds.any]
+    shapes = [*kinds.most_used, *kinds.edited, kinds.powers, kinds.any]
     graphs = [RoundGraphs(play, shape, play, [1, 2]) for shape in shapes]
-    plain, chat, edited, edited_chat, anything = graphs
+    plain, chat, edited, edited_chat, powers, anything = graphs
     greedy = [RoundGraphs(play, shape, play, [1]) for shape in kinds.greedy]
     (off,) = (RoundGraphs(play, shape, play, [1, 2]) for shape in kinds.off)
     of_budget = {None: graphs, OFF: [off, *graphs[2:]]}
@@ -95,6 +98,12 @@ def test_the_first_recording_that_does_enough_is_replayed(caplog: pytest.LogCapt
         assert found.find(shape(*needs, **more)) is edited
         assert found.find(shape(*needs, Need.FILTERS, **more)) is edited_chat
     assert found.find(shape(Need.VERIFIES)) is anything
+    assert found.find(shape(extras=frozenset({"return_particles"}))) is powers
+    powered = shape(extras=frozenset({"return_particles"}), max_tail=9)
+    asked = {Need.EXTENDS, Need.POWER, Need.OPEN_TOKEN}
+    for more in (set(), {Need.FILTERS}, {Need.GREEDY}, {Need.WEIGHS}):
+        assert found.find(powered.needing(asked | more)) is powers
+    assert found.find(shape().needing({Need.EXTENDS})) is powers, "verified proposals alone"
     for alone in ([Need.VERIFIES], [Need.FILTERS, Need.GREEDY]):
         sizes = {"num_particles": 1, "num_steps": 0, "max_tail": 1, "max_arena": 2}
         assert found.find(shape(*alone, **sizes)) is off, "no drafts"
@@ -252,11 +261,12 @@ def test_recorded_and_launched_rounds_fit_any_card(memory: int, vocab_size: int,
     found = record(card, config)
     assert card.peak <= SHARE * card.total, "while it records"
     assert card.streams == {"stream"}
-    of_any = found.of_budget[None][-1].shape
+    of_top, *_ = found.of_budget.values()  # of all N and K
+    of_any = of_top[-1].shape
     launched = found.launched * card.bytes_of(of_any)
     assert card.pool + launched <= SHARE * card.total, "a round call by call beside them"
     assert found.launched >= 4
-    assert found.of_budget[None][0].sizes[-1] >= 16
+    assert of_top[0].sizes[-1] >= 16
     assert found.launched == found.sizes.of_passes[-1], "slices replay their models' passes"
 
 
@@ -267,7 +277,8 @@ def test_a_card_says_what_it_leaves_out() -> None:
     assert "Memory does not hold" not in found.describe(STOCK)
     found = record(Card(left_free(CARDS["L4"]), 128_256), SMCConfig(mode="exact"))
     told = found.describe(STOCK)
-    sizes = [graphs.sizes[-1] for graphs in found.of_budget[None]]
+    of_top, *_ = found.of_budget.values()
+    sizes = [graphs.sizes[-1] for graphs in of_top]
     assert f"up to {sizes[0]} requests are recorded, of up to {sizes[-1]}" in told
     for flag in ("--mem-fraction-static", "--max-running-requests", "--cuda-graph-bs-decode"):
         assert flag in told
@@ -277,7 +288,7 @@ def test_a_card_says_what_it_leaves_out() -> None:
 def test_a_start_plays_each_recorded_round_twice(is_adaptive: bool) -> None:
     """To compile its kernels, and to capture it."""
     card = Card(1e12, 128_256)
-    found = record(card, SMCConfig(adaptive=is_adaptive))
+    found = record(card, SMCConfig(adaptive=ADAPTIVE[is_adaptive]))
     num_rounds = card.num_captured - 3 * len(found.sizes.of_passes)
     assert card.num_played == 2 * num_rounds
     assert card.num_captured <= MOST
@@ -375,6 +386,37 @@ def test_a_server_goes_on_without_recordings(
     assert str(FAILURES[name]) in line.getMessage()
     assert "--speculative-smc-round-graph off" in line.getMessage()
     assert ("--max-running-requests" in line.getMessage()) == (name == "memory")
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_trial_of_layers_that_fails_ends_no_start(
+    name: str, breaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's layers run, and rounds are captured in the memory that is free after it.
+
+    Where it has stopped the device, nothing can: the error names the flag that leaves it out.
+    """
+    server = Server(Card(left_free(CARDS["L40S"]), 128_256), SMCConfig(draft_layers="auto"))
+    server._round.draft.layer_choice = choice = LayerChoice()
+    measured: list[bool] = []
+    of = Ranks.of
+
+    def ranks_of(*given: Any) -> Ranks:
+        measured.append(choice.is_open)
+        return of(*given)
+
+    monkeypatch.setattr(capture, "trials", mock.Mock(side_effect=FAILURES[name]))
+    monkeypatch.setattr(Ranks, "of", ranks_of)
+    monkeypatch.setattr(graph, "works", lambda _: not breaks)
+    if breaks:
+        with pytest.raises(ValueError, match=r"draft-layers auto has stopped.* Pass sglang"):
+            server.start(monkeypatch)
+        return
+    server.start(monkeypatch)
+    assert str(FAILURES[name]) in choice.as_dict()["reason"] and not choice.fuses(8)
+    assert server._captures.recordings is not None
+    assert measured == [False], "memory is measured once trials have freed theirs"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from sglang_smc.patches import ingress
 from sglang_smc.patches.request_state import reset_for_retract, stream_output, update_finish_state
 from sglang_smc.round.logprobs import ReturnedLogprobs
 from sglang_smc.round.particles import particles_of, shown_particles
-from sglang_smc.round.result import Outcome, SMCBatchResult
+from sglang_smc.round.result import Outcome, SMCBatchResult, count_emitted
 from sglang_smc.rules.registry import close_token
 from sglang_smc.smc.population import TailLogprobs
 from sglang_smc.state.logprobs import Emitted
@@ -107,7 +107,7 @@ def test_an_answer_that_ends_with_a_prefill_s_token_has_equal_particles() -> Non
         assert published(req)["spec_smc_particles"] is None
         req.output_ids.append(last)
         particles = published(req)["spec_smc_particles"]
-        assert particles == [as_particle([*text, last], 0.5, 0.0)] * 2
+        assert particles == [as_particle([*text, last], None, weight=0.5, log_weight=0.0)] * 2
     assert "spec_smc_particles" not in published(begun()), "it did not ask"
 
 
@@ -115,7 +115,8 @@ def test_a_particle_of_weight_0_is_json() -> None:
     ended, log_weights = torch.ones(1, 2).bool(), torch.tensor([[0.0, -torch.inf]])
     population = population_of([[[], []]], ended=ended, log_weights=log_weights)
     told = particles_of(begun(output_ids=[]), population, 0)
-    assert told == [as_particle([9], 1.0, 0.0), as_particle([9], 0.0, None)]
+    weights = ((1.0, 0.0), (0.0, None))
+    assert told == [as_particle([9], None, weight=w, log_weight=log) for w, log in weights]
 
 
 def looked_at(req: Any, num_new: int) -> list[int]:
@@ -264,31 +265,52 @@ def resolve(
             req.is_finished = req.is_finished or req is finishes
         return [tokens[i * stride : i * stride + length] for i, length in enumerate(lengths)]
 
+    live = [not (req.is_retracted or req.finished()) for req in reqs]
     tokens = found.resolve(SimpleNamespace(reqs=reqs), stock)  # type: ignore[arg-type]
-    assert found.num_correct_drafts == sum(correct), "the server's accept length reads this"
     assert found.num_correct_drafts_per_req_cpu == correct
-    for req in reqs:
+    for req, new in ((r, new) for r, new, lives in zip(reqs, tokens, live, strict=True) if lives):
+        req.output_ids += new
+        req.output_ids_through_stop = req.output_ids
+        count_emitted(req, found.monitor)
         histogram = req.spec_correct_drafts_histogram
-        assert all(count >= 0 for count in histogram) and sum(histogram) == req.spec_verify_ct
         assert sum(i * count for i, count in enumerate(histogram)) == req.spec_num_correct_drafts
+        assert sum(histogram) == req.spec_verify_ct or not req.finished()
     return tokens
 
 
 def test_histogram_identities_over_rounds_of_any_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the first round, too: SGLang would index an empty histogram with -1. Ranks compare all."""
+    """In the first round, too: SGLang would index an empty histogram with -1. Ranks compare all.
+
+    A round's drafts count once its tokens are emitted, and at the end as far as they are.
+    """
     told = []
     monkeypatch.setattr(process.active.ranks, "add", told.append)
-    reqs = [running(), running()]
-    rounds = ([0, 3], [2, 2]), ([0, 0], [2, 0]), ([9, 1], [1, 0]), ([0, 12], [4, 4])
-    for emitted, kept in rounds:
-        tokens = resolve(reqs, emitted, kept)
+    reqs, monitor = [running(), running()], Monitor(100)
+    rounds = ([0, 3], [2, 2]), ([0, 0], [2, 0]), ([8, 1], [1, 0]), ([3, 12], [4, 11])
+    taken = []
+    for number, (emitted, kept) in enumerate(rounds):
+        result = booked(
+            outcome_of(
+                2,
+                tokens=torch.arange(2 * STRIDE).view(2, STRIDE),
+                counts=torch.tensor(emitted),
+                num_correct_drafts=torch.tensor(kept),
+            ),
+            monitor,
+        )
+        finishes = reqs[0] if number == 3 else None
+        tokens = resolve(reqs, emitted, kept, finishes=finishes, result=result)
+        taken.append(result.num_correct_drafts)
         firsts = zip((0, STRIDE), emitted, strict=True)
         assert tokens == [list(range(first, first + count)) for first, count in firsts]
         assert told.pop() == tokens
-    assert [req.spec_correct_drafts_histogram for req in reqs] == [[0, 1, 2, 0, 1], [2, 0, 1, 0, 1]]
-    assert [req.spec_num_correct_drafts for req in reqs] == [9, 6]
+    assert reqs[0].spec_correct_drafts_histogram == [0, 1, 3], "of three tokens one is no draft"
+    assert reqs[1].spec_correct_drafts_histogram == [1, 0, 1, *[0] * 8, 1]
+    assert taken == [0, 2, 0, 5], "what SGLang's accept rate has is of the rounds before"
+    totals = monitor.totals()
+    assert (totals["kept_columns"], totals["emitted_tokens"]) == (20, 27)
 
 
 def test_requests_that_are_gone_keep_books() -> None:
@@ -316,7 +338,7 @@ def test_replayed_rounds_are_counted_and_sglang_s_log_hears_of_them(replayed: bo
     resolve(reqs, result=result)
     assert monitor.totals()["replayed_rounds"] == 2 * replayed
     assert [req.smc_state.num_replayed for req in reqs] == [replayed, replayed, 0]
-    assert reqs[0].smc_state.meta_info([])["spec_smc_replayed_ct"] == replayed
+    assert reqs[0].smc_state.meta_info([], None)["spec_smc_replayed_ct"] == replayed
 
 
 def test_copies_of_an_outcome_s_first_groups_are_its_own() -> None:

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_smc.command.machine import HERE, Finding, fail, ok, warning
-from sglang_smc.drafts import formats
+from sglang_smc.drafts import formats, kinds, sizes
 from sglang_smc.kv.arena import arena
 from sglang_smc.kv.rounds import Room as Graphs
 from sglang_smc.kv.rounds import round_bytes
 from sglang_smc.options.server import LAG, MODES, SMCConfig, flag_of
-from sglang_smc_tools import published
+from sglang_smc_tools import published, start_check
 from sglang_smc_tools.plan import memory, shapes
 from sglang_smc_tools.plan.devices import Device, measure, named
 from sglang_smc_tools.plan.report import si
 from sglang_smc_tools.plan.roofline import DEFAULT_PARTICLES, Scenario
-from sglang_smc_tools.plan.shapes import EAGLE3, EAGLE3_STATES, MTP, NGRAM, ModelShape
+from sglang_smc_tools.plan.shapes import EAGLE3, EAGLE3_STATES, MODEL, MTP, NGRAM, ModelShape
+from sglang_smc_tools.start_check import SETTINGS
 
 CONTEXT = 4096
 OTHER_DRAFT = "Choose a draft of the target's family: SMC scores a draft's tokens by their ids."
@@ -27,7 +28,6 @@ LAGS = (256, 128, 64, 32, 16, 8, LAG)
 #: Modes with the same number of KV slots per request are reported together.
 WEIGHING = "smc"
 VERIFYING = "exact"
-SETTINGS = ("num_particles", "num_steps", "max_lag")
 
 
 def check(options: argparse.Namespace) -> None:
@@ -53,6 +53,7 @@ def findings(
         device: that of the options for None.
         most_slots: bounds SGLang's KV pool regardless of the memory.
     """
+    fill_in(options)
     yield from _published(options.target)
     if _has_rows_alone(options):
         return
@@ -66,8 +67,8 @@ def findings(
         if told := _format(options.draft):
             yield ok("draft's format", told)
         if not _is_head(options.draft):
-            yield _vocabularies(options.target, options.draft)
-        yield _accepted(options)
+            yield _vocabularies(options)
+        yield from start_check.findings(options)
     try:
         target = shapes.from_config(options.target)
         draft = shapes.draft_for(target, options.draft)
@@ -92,6 +93,8 @@ def findings(
     scenario = Scenario(target, draft, device.times(options.tp), options.context, tail)
     given = scenario.smc(1, options.num_particles, options.num_steps)
     pair = ModelPair(given, options, most_slots)
+    if target.states is not None:
+        yield pair.states()
     yield pair.memory()
     if pair.slots > 0:
         yield from (pair.requests(mode) for mode in (WEIGHING, VERIFYING))
@@ -100,6 +103,44 @@ def findings(
     yield pair.speed()
     if pair.fitting(pair.settings(VERIFYING)) > 0:
         yield pair.advice()
+
+
+def fill_in(options: argparse.Namespace) -> None:
+    """Set N and K where they are not given, as a server of mode exact does."""
+    chosen = _chosen(options.draft, is_mixture=_is_mixture(options.target))
+    options.num_particles = options.num_particles or chosen.num_particles
+    options.num_steps = options.num_steps or chosen.num_steps
+    options.are_chosen = chosen[:2] == (options.num_particles, options.num_steps)
+
+
+def _chosen(draft: str, *, is_mixture: bool) -> sizes.Chosen:
+    server = SMCConfig(mode=VERIFYING)
+    known = shapes.DRAFTS.get(draft.lower())
+    kind = draft if known is None else known.kind
+    config = None
+    if known is None and Path(draft).is_dir():
+        try:
+            config = shapes.contents(draft)
+        except ValueError:  # reported by other findings
+            config = {}
+        kind = kinds.kind_of(formats.architecture(config))
+    elif _is_class(draft):
+        kind = sizes.OWN
+    chosen = sizes.choose(
+        kind if kind in sizes.ROWS else MODEL, config, server, is_mixture=is_mixture
+    )
+    most = chosen.num_steps if known is None else known.max_steps or chosen.num_steps
+    return chosen._replace(num_steps=min(chosen.num_steps, most))
+
+
+def _is_mixture(target: str) -> bool:
+    known = shapes.BUILT_IN.get(target.lower())
+    if known is not None:
+        return known.experts is not None
+    try:
+        return Path(target).is_dir() and sizes.is_mixture(shapes.contents(target))
+    except ValueError:  # reported by other findings
+        return False
 
 
 def _has_rows_alone(options: argparse.Namespace) -> bool:
@@ -120,9 +161,8 @@ def _published(target: str) -> Iterator[Finding]:
         if one.refused:
             yield warning("published draft", found, f"It does not run: {one.refused}.")
             continue
-        flags = {"mode": published.MODE, "num_particles": one.num_particles}
-        found += "".join(f", {flag_of(flag)} {value}" for flag, value in flags.items())
-        found += f", K = {one.steps}; {published.UNTRIED}"
+        found += f", {flag_of('mode')} {published.MODE}; its configuration: {one.configuration}; "
+        found += published.UNTRIED
         yield ok("published draft", found)
 
 
@@ -243,16 +283,16 @@ def _misfit(target: ModelShape, draft: ModelShape, options: argparse.Namespace) 
     return fail("vocabulary", f"vocab_size is {sizes[0]} and {sizes[1]}", OTHER_DRAFT)
 
 
-def _vocabularies(*folders: str) -> Finding:
+def _vocabularies(options: argparse.Namespace) -> Finding:
     """Compare the tokenizers of a target and a draft model."""
     from transformers import AutoConfig, AutoTokenizer
 
     from sglang_smc.models import vocabulary
 
     found = []
-    how = {"local_files_only": True}
+    how = {"local_files_only": True, "trust_remote_code": options.trust_remote_code}
     try:
-        for folder in folders:
+        for folder in (options.target, options.draft):
             config = AutoConfig.from_pretrained(folder, **how).get_text_config()
             tokenizer = AutoTokenizer.from_pretrained(folder, **how)
             found.append(vocabulary.Vocabulary.of(tokenizer, config.vocab_size))
@@ -263,29 +303,6 @@ def _vocabularies(*folders: str) -> Finding:
         return fail("vocabulary", problem, OTHER_DRAFT)
     size = len(found[0].tokens or ())
     return ok("vocabulary", f"the same {size} tokens in both", numbers={"tokens": size})
-
-
-def _accepted(options: argparse.Namespace) -> Finding:
-    """Check these server arguments with SGLang's and SMC's validation; no weights are loaded."""
-    from sglang.srt.server_args import prepare_server_args
-
-    from sglang_smc import upstream
-
-    given = ["--model-path", options.target]
-    if options.draft != MTP:  # which a server finds in the target's checkpoint
-        given += ["--speculative-draft-model-path", options.draft]
-    more = ["--disable-radix-cache"] if shapes.is_recurrent(options.target) else []
-    given += ["--speculative-algorithm", "SMC", "--log-level", "error", *more]
-    for name in SETTINGS:
-        given += [flag_of(name), str(getattr(options, name))]
-    try:
-        upstream.resolve_now(prepare_server_args(given))
-    except (OSError, ValueError) as error:
-        return fail("server arguments", "refused", str(error))
-    except Exception as error:  # of SGLang, whatever a broken configuration raises
-        return fail("server arguments", "not read", f"{type(error).__name__}: {error}")
-    told = "".join(f", with {flag}" for flag in more)
-    return ok("server arguments", f"accepted{told}, and both models' families (by configuration)")
 
 
 def _context(target: str) -> int:
@@ -306,13 +323,20 @@ class ModelPair(NamedTuple):
     most_slots: int | None
 
     @property
+    def share(self) -> float:
+        """Return the bytes for weights, states and KV."""
+        given = self.options.mem_fraction * (self.given.device.capacity or 0.0)
+        return given - (memory.ASIDE_BYTES if self.most_slots is None else 0.0)
+
+    @property
     def slots(self) -> int:
         """Return the KV slots of the pool; on this machine's CPU nothing is set aside."""
-        given = self.given
-        options = self.options
-        share = options.mem_fraction * (given.device.capacity or 0.0)
-        share -= memory.ASIDE_BYTES if self.most_slots is None else 0.0
-        slots = memory.kv_slots(given.target, given.draft, share, self.settings(), options.requests)
+        target = self.given.target
+        draft = self.given.draft
+        requests = self.options.requests
+        if target.states is not None:  # which a server sets aside for all that it may run
+            requests = max(1, min(requests, self.most(self.settings())))
+        slots = memory.kv_slots(target, draft, self.share, self.settings(), requests)
         return slots if self.most_slots is None else min(slots, self.most_slots)
 
     def settings(self, mode: str = WEIGHING, **other: Any) -> SMCConfig:
@@ -321,8 +345,17 @@ class ModelPair(NamedTuple):
 
     def fitting(self, config: SMCConfig) -> int:
         """Return how many requests of full length fit at once, without a shared prefix."""
+        if self.given.target.states is not None:
+            return self.most(config)
         context = self.options.context
         return self.slots // (context + arena(config, context))
+
+    def most(self, config: SMCConfig) -> int:
+        """Return how many requests of full length fit at once, each with its recurrent states."""
+        given = self.given
+        context = self.options.context
+        length = context + arena(config, context)
+        return memory.most_requests(given.target, given.draft, self.share, config, length)
 
     def lag(self) -> int | None:
         """Return the longest lag at which the wanted number of requests fits, or None."""
@@ -346,6 +379,22 @@ class ModelPair(NamedTuple):
             return fail("memory", found, do)
         numbers = {"weight_bytes": weights, "bytes_per_slot": slot, "slots": self.slots}
         return ok("memory", f"{found}: {self.slots:,} KV slots", numbers=numbers)
+
+    def states(self) -> Finding:
+        """Report the recurrent states, which a server sets aside for all requests at its start."""
+        both = self.given.target, self.given.draft
+        each = memory.state_bytes(*both, self.settings())
+        most = self.most(self.settings())
+        found = f"{si(each)}B a request, which a server sets aside for --max-running-requests"
+        found += f" ({memory.MOST_RUNNING} unless set); {most} such requests fit"
+        numbers = {"bytes": each, "requests": most}
+        if most >= memory.MOST_RUNNING:
+            return ok("recurrent states", found, numbers=numbers)
+        if most < 1:
+            do = "Too large: split it (--tp), take a larger device, or fewer particles."
+            return fail("recurrent states", found, do, numbers)
+        do = f"Give the server --max-running-requests {min(most, self.options.requests)}."
+        return warning("recurrent states", found, do, numbers)
 
     def requests(self, mode: str) -> Finding:
         config = self.settings(mode)
@@ -411,7 +460,7 @@ class ModelPair(NamedTuple):
     def advice(self) -> Finding:
         """Recommend mode exact, with the given N and K, or the fastest with fewer particles.
 
-        They are for one request at a time: for several, adaptive sizes start from them.
+        Those that a server chooses are left out: it follows the load from them.
         """
         best = self.given
         if best.times_ar <= 1:
@@ -424,5 +473,5 @@ class ModelPair(NamedTuple):
             return warning("advice", found, do)
         settings = {"num_particles": best.num_particles, "num_steps": best.num_steps}
         flags = [f"{flag_of(name)} {value}" for name, value in settings.items()]
-        flags += [flag_of("adaptive")] if self.options.requests > 1 else []
+        flags = [] if self.options.are_chosen else flags
         return ok("advice", " ".join([f"{flag_of('mode')} {VERIFYING}", *flags]), numbers=settings)

@@ -1,6 +1,7 @@
 """List published drafts of the models most served: for `doctor`, docs/drafts.md, docs/support.md.
 
-No hub is reached here, so none was opened: names, formats and K are those of publishers' cards.
+No hub is reached here, so none was opened: names and formats are those of publishers' cards, and
+configurations those that the named public source quotes, or trains by.
 """
 
 from __future__ import annotations
@@ -18,10 +19,6 @@ MTP_LAYER = "its own MTP layer"
 SPECULATORS = "speculators"
 """Begins a format that is a `speculators_model_type`."""
 
-DENSE = 8
-SPARSE = 1
-"""N for up to 8 users: in a mixture of experts each chain visits experts of its own."""
-
 
 class PublishedDraft(NamedTuple):
     """A row: the draft to take for some models, or why there is none."""
@@ -31,17 +28,26 @@ class PublishedDraft(NamedTuple):
     architectures: tuple[str, ...]  # which their configurations name
     draft: str  # a repository on the Hugging Face Hub, or `MTP_LAYER`
     format: str  # SGLang's class in its configuration, or `SPECULATORS` and a type; "" if unknown
-    num_particles: int = 0  # N; 0 where it does not run
-    num_steps: int | None = None  # K; None for the checkpoint's own
     refused: str = ""  # what the server's error says of the target, or else of the draft
+    context: int | None = None  # tokens of its texts, by its configuration
+    dtype: str = ""
+    block: int | None = None  # columns of a block
+    window: int | None = None  # tokens that it attends to
+    source: str = ""  # of what its configuration says; "" where none was seen
 
     @property
     def runs(self) -> bool:
         return not self.refused
 
     @property
-    def steps(self) -> str:
-        return str(self.num_steps or "the checkpoint's")
+    def configuration(self) -> str:
+        """What its configuration says that decides whether it fits, and where that stands."""
+        if not self.source:
+            return "not seen"
+        told = [f"{self.context:,} tokens", self.dtype]
+        told += [f"block of {self.block}"] if self.block else []
+        told += [f"window of {self.window:,}"] if self.window else []
+        return f"{', '.join(told)} ({self.source})"
 
 
 _LLAMA = ("LlamaForCausalLM",)
@@ -65,8 +71,9 @@ ROWS = (
         architectures=_LLAMA,
         draft="lmsys/SGLang-EAGLE3-Llama-3.1-8B-Instruct-SpecForge",
         format=_EAGLE3,
-        num_particles=DENSE,
-        num_steps=3,
+        context=2048,
+        dtype="float16",
+        source="SpecForge configs/llama3-8B-eagle3.json",
     ),
     PublishedDraft(
         target="Llama 3.2 3B",
@@ -74,7 +81,10 @@ ROWS = (
         architectures=_LLAMA,
         draft="rasyosef/Llama-3.2-3B-Instruct-DSpark",
         format="speculators dspark",
-        num_particles=DENSE,
+        context=131072,
+        dtype="bfloat16",
+        block=8,
+        source="speculators 0.9.0 on this target",
     ),
     PublishedDraft(
         target="Llama 3.3 70B",
@@ -82,8 +92,9 @@ ROWS = (
         architectures=_LLAMA,
         draft="lmsys/SGLang-EAGLE3-Llama-3.3-70B-Instruct-SpecForge",
         format=_EAGLE3,
-        num_particles=DENSE,
-        num_steps=3,
+        context=4096,
+        dtype="float16",
+        source="SpecForge configs/llama3-70B-ealge3.json",
     ),
     PublishedDraft(
         target="Qwen3 4B",
@@ -91,8 +102,10 @@ ROWS = (
         architectures=_QWEN3,
         draft="deepseek-ai/dspark_qwen3_4b_block7",
         format="Qwen3DSparkModel",
-        num_particles=DENSE,
-        num_steps=7,
+        context=40960,
+        dtype="bfloat16",
+        block=7,
+        source="DeepSpec config/dspark/dspark_qwen3_4b.py",
     ),
     PublishedDraft(
         target="Qwen3 8B",
@@ -100,8 +113,10 @@ ROWS = (
         architectures=_QWEN3,
         draft="deepseek-ai/dspark_qwen3_8b_block7",
         format="Qwen3DSparkModel",
-        num_particles=DENSE,
-        num_steps=7,
+        context=40960,
+        dtype="bfloat16",
+        block=7,
+        source="DeepSpec config/dspark/dspark_qwen3_8b.py",
     ),
     PublishedDraft(
         target="Qwen3 14B",
@@ -109,8 +124,10 @@ ROWS = (
         architectures=_QWEN3,
         draft="deepseek-ai/dspark_qwen3_14b_block7",
         format="Qwen3DSparkModel",
-        num_particles=DENSE,
-        num_steps=7,
+        context=40960,
+        dtype="bfloat16",
+        block=7,
+        source="DeepSpec config/dspark/dspark_qwen3_14b.py",
     ),
     PublishedDraft(
         target="Qwen3 32B",
@@ -118,7 +135,6 @@ ROWS = (
         architectures=_QWEN3,
         draft="RedHatAI/Qwen3-32B-speculator.eagle3",
         format="speculators eagle3",
-        num_particles=DENSE,
     ),
     PublishedDraft(
         target="Qwen3 30B-A3B",
@@ -126,7 +142,9 @@ ROWS = (
         architectures=_QWEN3_MOE,
         draft="RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3",
         format="speculators eagle3",
-        num_particles=SPARSE,
+        context=40960,
+        dtype="bfloat16",
+        source="as RedHatAI's others of speculators",
     ),
     PublishedDraft(
         target="Qwen3 235B-A22B",
@@ -134,8 +152,6 @@ ROWS = (
         architectures=_QWEN3_MOE,
         draft="lmsys/Qwen3-235B-A22B-EAGLE3",
         format=_EAGLE3,
-        num_particles=SPARSE,
-        num_steps=3,
     ),
     PublishedDraft(
         target="Qwen3-Next",
@@ -151,8 +167,9 @@ ROWS = (
         architectures=_QWEN3_5,
         draft=MTP_LAYER,
         format="Qwen3_5ForCausalLMMTP",
-        num_particles=DENSE,
-        num_steps=3,
+        context=262144,
+        dtype="bfloat16",
+        source="aiconfigurator model_configs/",
     ),
     PublishedDraft(
         target="Qwen3.8 27B",
@@ -160,8 +177,6 @@ ROWS = (
         architectures=_QWEN3_5,
         draft="RadixArk/Qwen3.8-27B-DSpark",
         format="DSparkDraftModel",
-        num_particles=DENSE,
-        num_steps=7,
     ),
     PublishedDraft(
         target="Qwen3.8 27B",
@@ -169,8 +184,11 @@ ROWS = (
         architectures=_QWEN3_5,
         draft="incoai/Qwen3.8-27B-DFlash2",
         format="DFlash2DraftModel",
-        num_particles=DENSE,
-        num_steps=7,
+        context=262144,
+        dtype="bfloat16",
+        block=8,
+        window=4096,
+        source="as Flash-Next exports DFlash2",
     ),
     PublishedDraft(
         target="Qwen3.5, 3.6, 3.8, MoE",
@@ -178,8 +196,9 @@ ROWS = (
         architectures=_QWEN3_5_MOE,
         draft=MTP_LAYER,
         format="Qwen3_5ForCausalLMMTP",
-        num_particles=SPARSE,
-        num_steps=3,
+        context=262144,
+        dtype="bfloat16",
+        source="aiconfigurator model_configs/",
     ),
     PublishedDraft(
         target="Qwen3.6 35B-A3B",
@@ -187,7 +206,11 @@ ROWS = (
         architectures=_QWEN3_5_MOE,
         draft="RedHatAI/Qwen3.6-35B-A3B-speculator.dspark",
         format="speculators dspark",
-        num_particles=SPARSE,
+        context=262144,
+        dtype="bfloat16",
+        block=8,
+        window=2048,
+        source="quoted by a test of vllm.cpp",
     ),
     PublishedDraft(
         target="gpt-oss 20b",
@@ -195,7 +218,9 @@ ROWS = (
         architectures=_GPT_OSS,
         draft="RedHatAI/gpt-oss-20b-speculator.eagle3",
         format="speculators eagle3",
-        num_particles=SPARSE,
+        context=131072,
+        dtype="bfloat16",
+        source="RedHatAI's, quoted",
     ),
     PublishedDraft(
         target="gpt-oss 120b",
@@ -203,7 +228,9 @@ ROWS = (
         architectures=_GPT_OSS,
         draft="RedHatAI/gpt-oss-120b-speculator.eagle3",
         format="speculators eagle3",
-        num_particles=SPARSE,
+        context=131072,
+        dtype="bfloat16",
+        source="as RedHatAI's of 20b",
     ),
     PublishedDraft(
         target="DeepSeek V3, V3.1, R1",
@@ -211,8 +238,9 @@ ROWS = (
         architectures=_DEEPSEEK,
         draft=MTP_LAYER,
         format="DeepseekV3ForCausalLMNextN",
-        num_particles=SPARSE,
-        num_steps=3,
+        context=163840,
+        dtype="bfloat16",
+        source="aiconfigurator model_configs/",
     ),
     PublishedDraft(
         target="DeepSeek V3.2",
@@ -221,6 +249,9 @@ ROWS = (
         draft=MTP_LAYER,
         format="DeepseekV3ForCausalLMNextN",
         refused=_SPARSE_ATTENTION,
+        context=163840,
+        dtype="bfloat16",
+        source="aiconfigurator model_configs/",
     ),
     PublishedDraft(
         target="DeepSeek V4",
@@ -236,8 +267,9 @@ ROWS = (
         architectures=("Glm4MoeForCausalLM",),
         draft=MTP_LAYER,
         format="Glm4MoeForCausalLMNextN",
-        num_particles=SPARSE,
-        num_steps=3,
+        context=131072,
+        dtype="bfloat16",
+        source="a test of vlm",
     ),
     PublishedDraft(
         target="GLM-4.7-Flash",
@@ -245,8 +277,6 @@ ROWS = (
         architectures=("Glm4MoeLiteForCausalLM",),
         draft=MTP_LAYER,
         format="Glm4MoeLiteForCausalLMNextN",
-        num_particles=SPARSE,
-        num_steps=3,
     ),
     PublishedDraft(
         target="GLM-5, 5.1, 5.2",
@@ -255,6 +285,11 @@ ROWS = (
         draft="RedHatAI/GLM-5.2-speculator.dspark",
         format="speculators dspark",
         refused=_SPARSE_ATTENTION,
+        context=1048576,
+        dtype="bfloat16",
+        block=8,
+        window=2048,
+        source="RedHatAI's of GLM-5.3, quoted by tensorfold",
     ),
     PublishedDraft(
         target="GLM-5.3-Flash",
@@ -270,8 +305,9 @@ ROWS = (
         architectures=_DEEPSEEK,
         draft="AQ-MedAI/Kimi-K2-Instruct-eagle3",
         format=_EAGLE3,
-        num_particles=SPARSE,
-        num_steps=3,
+        context=131072,
+        dtype="bfloat16",
+        source="SpecForge configs/deepseek-v3-671b-eagle3.json and its card",
     ),
     PublishedDraft(
         target="Kimi K2.5, 2.6, 2.7",
@@ -288,6 +324,10 @@ ROWS = (
         draft="Inferact/Kimi-K3-DSpark",
         format="K3DSparkModel",
         refused=_RECURRENT,
+        context=65536,
+        dtype="bfloat16",
+        block=7,
+        source="its keys quoted, sizes assumed",
     ),
     PublishedDraft(
         target="MiniMax M2 to M2.7",
@@ -295,8 +335,9 @@ ROWS = (
         architectures=("MiniMaxM2ForCausalLM",),
         draft="thoughtworks/MiniMax-M2.5-Eagle3",
         format=_EAGLE3,
-        num_particles=SPARSE,
-        num_steps=5,
+        context=196608,
+        dtype="bfloat16",
+        source="its training script",
     ),
     PublishedDraft(
         target="MiniMax M3",
@@ -305,6 +346,9 @@ ROWS = (
         draft="Inferact/MiniMax-M3-EAGLE3",
         format="",
         refused=_SPARSE_ATTENTION,
+        context=196608,
+        dtype="bfloat16",
+        source="its keys quoted, sizes assumed",
     ),
     PublishedDraft(
         target="Gemma 3 4B, 12B, 27B",
@@ -312,8 +356,10 @@ ROWS = (
         architectures=_GEMMA3,
         draft="google/gemma-3-270m-it",
         format="Gemma3ForCausalLM",
-        num_particles=DENSE,
-        num_steps=8,
+        context=32768,
+        dtype="bfloat16",
+        window=512,
+        source="transformers' conversion of Gemma 3",
     ),
     PublishedDraft(
         target="Gemma 4",

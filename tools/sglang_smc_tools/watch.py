@@ -109,7 +109,7 @@ def rates(first: Snapshot, last: Snapshot) -> dict[str, Any]:
         "running": load.get("num_running_reqs", 0),
         "waiting": load.get("num_waiting_reqs", 0),
         "tokens/s": gained["emitted_tokens"] / max(last.at - first.at, 1e-9),
-        "tokens/pass": _share(gained["kept_columns"] + rounds, rounds),
+        "tokens/pass": _share(gained["emitted_tokens"], rounds),
         "ESS / N": _share(_ess_sum(totals) - _ess_sum(earlier), gained["weighed_rounds"]),
         "resampled": _share(gained["resamplings"], rounds),
         "silent": _share(gained["silent_rounds"], rounds),

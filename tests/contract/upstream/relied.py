@@ -37,6 +37,8 @@ srt.managers.overlap_utils.FutureMap(* device spec_algo req_to_token_pool
         needs_cpu_seq_lens needs_confidence_relay)
 srt.configs.model_config.ModelConfig: is_hybrid_swa model_is_mrope speculative_algorithm
     .__init__ | calls self._config_draft_model self._derive_model_shapes
+        self._derive_context_length self._verify_quantization
+    .from_server_args | hands on json_model_override_args
 srt.layers.rotary_embedding.base.RotaryEmbedding: cos_sin_cache head_size is_neox_style rotary_dim
         use_fallback_kernel
     .forward_native(self positions query key)
@@ -65,11 +67,16 @@ srt.constrained.base_grammar_backend.BaseGrammarBackend: cache
 srt.constrained.xgrammar_backend.XGrammarGrammarBackend: grammar_compiler
 srt.constrained.reasoner_grammar_backend.ReasonerGrammarBackend: grammar_backend
 srt.managers.schedule_batch.Req: finished_reason? finished_len? decode_batch_idx
-        is_retracted
+        is_retracted grammar? to_finish? output_ids_through_stop surr_offset? read_offset?
     ._check_str_based_finish(self new_accepted_len)
+    .update_finish_state(self new_accepted_len)
+    .init_incremental_detokenize(self)
 srt.entrypoints.openai.serving_base.OpenAIServingBase
     .handle_request(self request raw_request) | kind coroutine
     ._resolve_lora_path(self request_model explicit_lora_path) | calls self._parse_model_parameter
+srt.entrypoints.openai.protocol.UsageInfo: reasoning_tokens
+srt.entrypoints.openai.protocol.ChatCompletionResponse: usage
+srt.entrypoints.openai.protocol.CompletionResponse: usage
 srt.entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request | calls
         self._process_messages self._resolve_lora_path | hands on lora_path
 srt.entrypoints.anthropic.serving.AnthropicServing._handle_non_streaming | calls
@@ -87,6 +94,9 @@ srt.entrypoints.openai.serving_chat.OpenAIServingChat._generate_stream_content(s
 srt.entrypoints.openai.serving_responses.OpenAIServingResponses._generate_with_builtin_tools | kind
         async generator | calls self.tokenizer_manager.generate_request | hands on raw_request
 srt.managers.detokenizer_manager.DecodeStatus: sent_offset
+srt.managers.detokenizer_manager.DetokenizerManager: tokenizer vocab_size decode_status
+        disable_tokenizer_batch_decode is_tool_call_parser_gpt_oss
+    ._decode_batch_token_id_output(self recv_obj) | calls self.trim_matched_stop
 srt.entrypoints.http_server
     .available_models() | kind coroutine
     .retrieve_model(model) | kind coroutine
@@ -256,6 +266,7 @@ srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class(s
 
 # Since 0.5.23: SGLang's own speculative decoding on our platform.
 NEWEST = """
+srt.managers.detokenizer_manager.DetokenizerManager: tool_close_token_ids
 srt.models.qwen3_5_mtp.Qwen3_5ForCausalLMMTP: model lm_head
 srt.models.qwen3_5.Qwen3_5ForConditionalGeneration.get_embed_and_head(self)
 srt.models.qwen3_5_text.Qwen3_5ForCausalLM.get_embed_and_head(self)

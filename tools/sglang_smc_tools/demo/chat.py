@@ -65,7 +65,6 @@ def chat(logs: Path) -> None:
         "speculative_num_steps": NUM_STEPS,
         "speculative_smc_mode": "exact",
         "speculative_smc_ngram_matches": True,
-        "speculative_smc_adaptive": True,
     }
     launch = Launch(arguments, label="SmolLM2-135M-Instruct", log=logs / "server.log")
     with running(launch) as (url,):

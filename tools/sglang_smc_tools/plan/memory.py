@@ -45,6 +45,15 @@ def kv_slots(
     return int(left / (target.kv_bytes_per_token + draft.kv_bytes_per_token))
 
 
+def most_requests(
+    target: ModelShape, draft: ModelShape, num_bytes: float, config: SMCConfig, length: int
+) -> int:
+    """Return how many requests of ``length`` KV slots fit, each with its states."""
+    left = num_bytes - target.resident_bytes - draft.resident_bytes
+    slots = length * (target.kv_bytes_per_token + draft.kv_bytes_per_token)
+    return int(left / (state_bytes(target, draft, config) + slots))
+
+
 def memory_table(
     target: ModelShape, draft: ModelShape, capacity: float, config: SMCConfig
 ) -> Table | None:

@@ -62,7 +62,7 @@ def check_evidence(
         expected=1.0,
         alpha=alpha,
     )
-    if smc.settings["adaptive"]:
+    if smc.settings["adaptive"] == "on":
         return result._replace(note=_ADAPTIVE)
     texts = _token_ids(smc, prompts, seed)
     settings = {"mode": "smc", "evidence_threshold": 0, "num_steps": _two_steps(smc)}
@@ -112,7 +112,7 @@ def check_draft_law(
     """
     whose = "what they are weighed by" if draft is None else "the draft"
     result = Result("draft-distribution", f"drafted tokens follow {whose}")
-    if smc.settings["adaptive"]:
+    if smc.settings["adaptive"] == "on":
         return result._replace(note=_ADAPTIVE)
     num_steps = 1 if draft is None else _two_steps(smc)
     settings = {"mode": "smc", "num_particles": 1, "num_steps": num_steps}

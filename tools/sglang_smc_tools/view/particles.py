@@ -32,7 +32,7 @@ class Particle(NamedTuple):
     """One particle of an answer."""
 
     output_ids: list[int]
-    text: str  # without special tokens; token ids if the server has no tokenizer
+    text: str  # as an answer's; token ids if the server has no tokenizer
     weight: float  # normalised, 0 to 1
     log_weight: float  # -inf for weight 0
 
@@ -138,7 +138,7 @@ class Particles(NamedTuple):
 def _particle(given: Mapping[str, Any]) -> Particle:
     ids = list(given["output_ids"])
     log_weight = given["log_weight"]
-    text = given.get("text") or " ".join(map(str, ids))
+    text = given.get("text", " ".join(map(str, ids)))
     return Particle(ids, text, given["weight"], -math.inf if log_weight is None else log_weight)
 
 

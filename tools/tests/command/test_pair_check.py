@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import zoo
 from model_families import CONFIGS
 from published_drafts import read, rewrite, write
 
@@ -17,7 +18,7 @@ from sglang_smc.command import doctor, machine
 from sglang_smc.command.machine import FAIL, OK, WARNING, Finding
 from sglang_smc.kv.arena import arena
 from sglang_smc.options.server import SMCConfig
-from sglang_smc_tools import pair_check
+from sglang_smc_tools import pair_check, start_check
 from sglang_smc_tools.plan import shapes
 from sglang_smc_tools.plan.devices import Device, named
 from sglang_smc_tools.plan.roofline import Scenario
@@ -31,7 +32,13 @@ LLAMA = ("--target", "llama-3.1-8b", "--draft", "llama-3.2-1b")
 def options(*given: str) -> argparse.Namespace:
     found = doctor.parser().parse_args([*LLAMA, *given])
     found.mem_fraction = found.mem_fraction or 0.88
+    pair_check.fill_in(found)
     return found
+
+
+def accepted(*given: str) -> Finding:
+    """What is said of the server arguments."""
+    return next(start_check.findings(options(*given)))
 
 
 def findings_of(device: Device | str, *given: str) -> dict[str, Finding]:
@@ -69,7 +76,7 @@ def exchange_two_tokens(folder: Path) -> None:
 )
 def test_vocabularies(draft: Path, spoil: Callable[[Path], Any], says: str) -> None:
     spoil(draft)
-    found = pair_check._vocabularies(TARGET, str(draft))
+    found = pair_check._vocabularies(options("--target", TARGET, "--draft", str(draft)))
     assert found.level == FAIL and says in found.found
 
 
@@ -99,7 +106,7 @@ def test_the_shipped_pair_goes_together(
 @pytest.mark.usefixtures("resolving")
 def test_a_family_that_is_not_supported_is_refused(draft: Path) -> None:
     edit(draft, architectures=["LlamaForSequenceClassification"])
-    found = pair_check._accepted(options("--target", TARGET, "--draft", str(draft)))
+    found = accepted("--target", TARGET, "--draft", str(draft))
     assert found.level == FAIL and "has no next-token head" in found.do
 
 
@@ -112,10 +119,10 @@ def test_a_published_head_is_named_and_its_faults_are(tmp_path: Path) -> None:
     assert pair_check._format(str(PAIR / "eagle3")) is None and pair_check._is_head(folder)
     assert draft_from_config(folder) == draft_from_config(PAIR / "eagle3")
     given = "--target", TARGET, "--num-steps", "8", "--draft"
-    assert pair_check._accepted(options(*given, folder)).level == OK
+    assert accepted(*given, folder).level == OK
     config, weights = read(Path(folder))
     del weights["fc.weight"]
-    found = pair_check._accepted(options(*given, write(tmp_path / "cut", config, weights)))
+    found = accepted(*given, write(tmp_path / "cut", config, weights))
     assert found.level == FAIL and "lacks a tensor fc.weight" in (found.do or "")
 
 
@@ -184,7 +191,7 @@ def test_several_layers_are_not_said_to_be_none(
 ) -> None:
     told = json.loads((PAIR / "target" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(told | {"num_nextn_predict_layers": 3}))
-    monkeypatch.setattr(pair_check, "_accepted", lambda _: machine.ok("server arguments", "yes"))
+    monkeypatch.setattr(start_check, "findings", lambda _: iter(()))
     found = findings_of("h200", "--target", str(tmp_path), "--draft", "mtp")
     assert "has 3 MTP layers" in (found["arithmetic"].do or "") and "draft" not in found
 
@@ -198,7 +205,9 @@ def test_what_makes_room_is_advised() -> None:
     assert findings_of("l4", *asked, "--max-lag", "16")["mode smc"].level == OK
     found = findings_of("l4", "--context", "512", "--requests", "11")  # no lag would
     assert "exact" in found["mode smc"].do and "-mode exact" in found["advice"].found
-    assert found["advice"].found.endswith("--speculative-smc-adaptive")
+    assert "steps" not in found["advice"].found, "those that the server chooses"
+    own = findings_of("l4", "--context", "512", "--requests", "11", "--num-steps", "4")
+    assert own["advice"].found.endswith("num-particles 8 --speculative-num-steps 4")
     assert "advice" not in findings_of("l4", "--context", "100000"), "not one request fits"
     too_large = findings_of("l4", "--target", "llama-3.1-70b")
     assert too_large["memory"].level == FAIL and "advice" not in too_large
@@ -226,13 +235,65 @@ def test_speed_is_that_of_the_plan() -> None:
     assert slow["speed"].level == slow["advice"].level == WARNING
 
 
+def test_a_block_drafts_all_of_itself_where_no_k_is_given(tmp_path: Path) -> None:
+    """As a server with that head; red where K is more than a published block has."""
+    folders = [zoo.write(name, tmp_path / str(place)) for place, name in enumerate(BLOCKS)]
+    drafts = ["dspark-8b", "dflash-8b", "ngram", LLAMA[3], *folders]
+    found = [options("--draft", draft).num_steps for draft in drafts]
+    assert found == [8, 15, 8, 8, *BLOCKS.values()]
+
+
+#: Blocks by their name in `zoo`, and the K of each: an EAGLE head has 16.
+BLOCKS = {
+    "qwen3-8b+deepspec": 7,
+    "qwen3.8-27b+dflash2": 7,
+    "qwen3.6-35b+redhat-dspark": 8,
+    "qwen3.6-35b+ornith-dspark": 7,
+    "qwen3-8b+specforge-dspark": 7,
+    "qwen3-8b+specforge-domino": 15,
+    "qwen3-8b+specforge-eagle3": 16,
+}
+
+
+def test_recurrent_states_are_part_of_the_sum() -> None:
+    """By hand: those of a prompt, and of 9 columns; red where 48 requests, a server's own, fail."""
+    target = BUILT_IN["qwen3.5-27b"]
+    assert target.states is not None
+    for requests in ("8", "48"):
+        given = ("--target", "qwen3.5-27b", "--draft", "mtp", "--requests", requests)
+        found = findings_of("h200", *given)
+        states = found["recurrent states"].numbers or {}
+        draft = shapes.draft_for(target, "mtp")
+        assert states["bytes"] == 10 * target.states.bytes + draft.hidden_state_bytes(8, 8)
+        room = 0.88 * (named("h200").capacity or 0) - 1.5e9 - target.resident_bytes
+        slots = (4096 + arena(SMCConfig(), 4096)) * (
+            target.kv_bytes_per_token + draft.kv_bytes_per_token
+        )
+        fitting = int((room - draft.resident_bytes) / (states["bytes"] + slots))
+        assert states["requests"] == fitting < 48
+        assert (
+            f"--max-running-requests {min(fitting, int(requests))}" in found["recurrent states"].do
+        )
+        assert (found["mode smc"].numbers or {})["requests"] == fitting
+        assert not [one for one in found.values() if one.level == FAIL]
+
+
+@pytest.mark.usefixtures("resolving")
+def test_texts_are_at_most_as_long_as_the_target_takes() -> None:
+    given = "--target", TARGET, "--draft", str(PAIR / "draft"), "--device", "h100", "--context"
+    found = {one.about: one for one in start_check.findings(options(*given, "100000"))}
+    assert found["context"].level == FAIL and "what the target takes" in found["context"].do
+    assert "context" not in {one.about for one in start_check.findings(options(*given, "512"))}
+
+
 @pytest.mark.parametrize(
     ("device", "draft"),
     [("l4", LLAMA[3]), *(("h100", name) for name in (LLAMA[3], "eagle3-8b", "dflash-8b", "ngram"))],
 )
 def test_memory_is_that_of_weights_states_and_arenas(device: str, draft: str) -> None:
     """By hand: 16 bits a number, 128 KiB of KV a token beside the draft's; matches are free."""
-    shape, found = draft_from_config(draft), findings_of(device, "--draft", draft)
+    given = "--draft", draft, "--num-steps", "8"
+    shape, found = draft_from_config(draft), findings_of(device, *given)
     states = 8 * shape.hidden_state_bytes(8, 8)  # of --requests
     weights = 2 * BUILT_IN["llama-3.1-8b"].num_parameters + shape.resident_bytes
     room = 0.88 * (named(device).capacity or 0) - 1.5e9 - states - weights
@@ -252,7 +313,7 @@ def test_memory_is_that_of_weights_states_and_arenas(device: str, draft: str) ->
 
 def test_weights_in_8_bits_take_16_on_a_cpu(draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose platform dequantizes them; red where doctor says that twice as large a model fits."""
-    monkeypatch.setattr(pair_check, "_accepted", lambda asked: machine.ok("arguments", "yes"))
+    monkeypatch.setattr(start_check, "findings", lambda _: iter(()))
     weights = []
     for method in ("fp8", None):
         edit(draft, quantization_config=method and {"quant_method": method})
@@ -291,9 +352,7 @@ def test_a_head_needs_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     config = json.loads((PAIR / "target" / "config.json").read_text())
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(
-        pair_check, "_accepted", lambda asked: machine.ok("server arguments", "yes")
-    )
+    monkeypatch.setattr(start_check, "findings", lambda _: iter(()))
     found = findings_of("h100", "--target", TARGET, "--draft", str(tmp_path))
     assert "memory" in found and "vocabulary" not in found
     edit(tmp_path, architectures=["Eagle3DeepseekV2ForCausalLM"])  # which the planner does not know

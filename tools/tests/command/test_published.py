@@ -6,13 +6,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zoo
 from sglang.srt.configs.model_config import ModelConfig
 from transformers import LlamaConfig
+from zoo import PAIRS
 
 from sglang_smc.drafts import formats
 from sglang_smc.drafts.kinds import HEADS
 from sglang_smc.models import head_kinds, supported
-from sglang_smc_tools.published import ROWS, SPECULATORS, PublishedDraft, drafts_of
+from sglang_smc_tools.published import (
+    MTP_LAYER,
+    ROWS,
+    SPECULATORS,
+    PublishedDraft,
+    drafts_of,
+)
 
 #: Of the classes of targets: the model type, and what has no default there.
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -79,12 +87,56 @@ def test_a_row_is_so(one: PublishedDraft, tmp_path: Path) -> None:
     found = [refusals_of_target(name, tmp_path) for name in one.architectures]
     if one.runs:
         assert found == [[] for _ in found] and is_taken(one.format)
-        assert one.num_particles in (1, 8) and one.num_steps != 0
         return
-    assert one.num_particles == 0
     told = [] if is_taken(one.format) or not one.format else refusals_of_draft(one.format)
     assert is_taken(one.format) or not one.format or one.format in told[0]
     assert all(any(one.refused in what for what in [*told, *of_one]) for of_one in found)
+
+
+#: Of rows whose configuration was seen: the pair of `zoo`, by the draft, or else by the target.
+SEEN = {
+    "lmsys/SGLang-EAGLE3-Llama-3.1-8B-Instruct-SpecForge": "llama31-8b+lmsys-eagle3",
+    "rasyosef/Llama-3.2-3B-Instruct-DSpark": "llama32-3b+dspark",
+    "lmsys/SGLang-EAGLE3-Llama-3.3-70B-Instruct-SpecForge": "llama33-70b+specforge",
+    "deepseek-ai/dspark_qwen3_4b_block7": "qwen3-4b+deepspec",
+    "deepseek-ai/dspark_qwen3_8b_block7": "qwen3-8b+deepspec",
+    "deepseek-ai/dspark_qwen3_14b_block7": "qwen3-14b+deepspec",
+    "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3": "qwen3-30b-2507+redhat-like",
+    "incoai/Qwen3.8-27B-DFlash2": "qwen3.8-27b+dflash2",
+    "RedHatAI/Qwen3.6-35B-A3B-speculator.dspark": "qwen3.6-35b+redhat-dspark",
+    "RedHatAI/gpt-oss-20b-speculator.eagle3": "gpt-oss-20b+redhat",
+    "RedHatAI/gpt-oss-120b-speculator.eagle3": "gpt-oss-20b+redhat",
+    "RedHatAI/GLM-5.2-speculator.dspark": "glm5.2+redhat-dspark",
+    "AQ-MedAI/Kimi-K2-Instruct-eagle3": "kimi-k2+aq-medai",
+    "thoughtworks/MiniMax-M2.5-Eagle3": "minimax-m2.5+thoughtworks",
+    "google/gemma-3-270m-it": "gemma3-4b+270m",
+    "Inferact/Kimi-K3-DSpark": "kimi-k3+head",
+    "Inferact/MiniMax-M3-EAGLE3": "minimax-m3+head",
+    "Qwen3.5, 3.6, 3.8, dense": "qwen3.5-27b",
+    "Qwen3.5, 3.6, 3.8, MoE": "qwen3.5-35b",
+    "DeepSeek V3, V3.1, R1": "deepseek-v3",
+    "DeepSeek V3.2": "deepseek-v3.2",
+    "GLM-4.5, 4.6, 4.7": "glm-4.5-air",
+}
+
+
+@pytest.mark.parametrize("one", ROWS, ids=lambda one: f"{one.target}: {one.draft}")
+def test_a_row_says_what_its_configuration_says(one: PublishedDraft) -> None:
+    """Red where doctor's row and its verdict disagree, or a number is another."""
+    key = one.target if one.draft == MTP_LAYER else one.draft
+    assert (key in SEEN) == bool(one.source), "a source for each that was seen, and for no other"
+    if key not in SEEN:
+        assert one.configuration == "not seen"
+        return
+    told = zoo.config_of(SEEN[key])
+    layers = told.get("transformer_layer_config") or told.get("text_config") or told
+    dtypes = [place.get(name) for place in (told, layers) for name in ("dtype", "torch_dtype")]
+    assert one.context == layers["max_position_embeddings"] and one.dtype in dtypes
+    assert one.block == formats.block_options(told).get("block_size")
+    windowed = "sliding_attention" in (layers.get("layer_types") or ())
+    assert one.window == (layers["sliding_window"] if windowed else None)
+    refused = [pair.refused for pair in PAIRS if SEEN[key] == (pair.draft or pair.target)]
+    assert one.runs in [not what for what in refused]
 
 
 @pytest.mark.parametrize(

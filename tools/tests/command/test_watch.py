@@ -48,7 +48,7 @@ def lines(before: dict[str, Any], *after: dict[str, Any], **in_force: Any) -> li
 def test_an_interval_is_the_difference_of_two_looks() -> None:
     found = rates(snapshot(10, BEFORE), snapshot(12, AFTER))
     assert found["tokens/s"] == 50
-    assert found["tokens/pass"] == 6  # 100 columns in 20 rounds, and the bonus token
+    assert found["tokens/pass"] == 5  # 100 tokens in 20 rounds
     assert found["ESS / N"] == pytest.approx(0.8)
     assert (found["resampled"], found["silent"], found["KV free"]) == (0.25, 0.1, 0.75)
     assert [found[name] for name in ("running", "waiting", "N", "K")] == [3, 1, 8, 4]
@@ -109,7 +109,7 @@ def test_once_prints_one_line_and_sends_the_key(capsys: pytest.CaptureFixture[st
         assert "--api-key" in capsys.readouterr().err
         assert watch.main([f"{url}/", *words, "--api-key", "secret"]) == 0
     header, line = capsys.readouterr().out.splitlines()[-2:]
-    assert header == HEADER and "6.00" in line and watch.CLEAR not in line
+    assert header == HEADER and "5.00" in line and watch.CLEAR not in line
 
 
 def test_nothing_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:

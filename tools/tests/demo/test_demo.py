@@ -1,11 +1,13 @@
 """The servers of the demo and of the soak: their flags, their answers, and that all end."""
 
+import math
 import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import psutil
@@ -37,10 +39,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         asked = body["sampling_params"]
-        if asked["custom_params"]["smc"]["mode"] == "wrong":
-            self.wfile.write(b'data: {"error": {"message": "no such mode"}}\\n\\n')
+        if asked["temperature"] == 9:
+            self.wfile.write(b'data: {"error": {"message": "too hot"}}\\n\\n')
             return
-        for text, ends in (("It", None), (f"It is\\n#### {asked['sampling_seed']}", "stop")):
+        for text, ends in (("It", None), ("It is\\n#### NUMBER", "stop")):
             reason = ends and {"type": ends}
             told = {"text": text, "meta_info": {"finish_reason": reason, "asked": asked}}
             self.wfile.write(f"data: {json.dumps(told)}\\n\\n".encode())
@@ -64,19 +66,60 @@ def launch_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LaunchOf:
 
 
 def test_an_answer_is_streamed_and_checked(launch_of: LaunchOf) -> None:
-    """Red where pieces are shown twice, or a seed or a mode does not arrive."""
-    item, launch = held_out(7), launch_of(SERVER)
-    asked = cli.parser().parse_args(["--seed", str(item.number - 7)])
+    """Red where pieces are shown twice, or a request has a seed, with which it would not adapt."""
+    item = held_out(7)
+    launch = launch_of(SERVER.replace("NUMBER", str(item.number)))
+    asked = cli.parser().parse_args(["--temperature", "0.5"])
     tokenizer = SimpleNamespace(apply_chat_template=lambda chat, **_: chat[0]["content"])
     pieces: list[str] = []
     with running(launch) as (url,):
         party = cli.Party(launch, url, asked, tokenizer)
-        answer = party.ask(7, {"mode": "auto"}, pieces.append)
-        with pytest.raises(ServerError, match=r"(?s)it: .*no such mode.*The last lines of"):
-            party.ask(7, {"mode": "wrong"})
+        answer = party.ask(7, pieces.append)
+        asked.temperature = 9
+        with pytest.raises(ServerError, match=r"(?s)it: .*too hot.*The last lines of"):
+            party.ask(7)
     assert answer.right and pieces == ["It", f" is\n#### {item.number}"]
     assert 0 < answer.seconds_to_first < answer.seconds
-    assert answer.info["asked"]["custom_params"] == {"smc": {"mode": "auto"}}
+    assert answer.info["asked"] == {"temperature": 0.5, "max_new_tokens": cli.MAX_TOKENS}
+
+
+class Answering:
+    """A party that takes no server, and so many seconds for each of its tokens."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.asked: list[int] = []
+
+    def ask(self, index: int) -> cli.DemoAnswer:
+        self.asked.append(index)
+        time.sleep(40 * self.seconds)
+        info = {"completion_tokens": 41, "spec_verify_ct": 10}
+        return cli.DemoAnswer(True, self.seconds, 40 * self.seconds, info)
+
+
+def test_both_servers_answer_in_turns_until_the_time_is_up() -> None:
+    """Red where one has other problems, a turn is left half, or the time is not kept."""
+    options = cli.parser().parse_args(["--requests", "4", "--seconds", "2"])
+    parties: Any = Answering(0.002), Answering(0.001)
+    began = time.monotonic()
+    turns = cli._answer_in_turns(*parties, options)
+    assert time.monotonic() - began < 20
+    assert sorted(parties[0].asked) == sorted(parties[1].asked)
+    count = len(turns[1])
+    assert count == len(turns[4]) >= 2
+    assert len(set(parties[0].asked)) == count * (cli.ALONE + 4), "no problem comes twice"
+    (plain, smc), many = ([*cli.rows_of(size, turns)] for size in (1, 4))
+    assert plain["tokens_per_target_pass"] == smc["tokens_per_target_pass"] == 4.0
+    mean, low, high = smc["times_plain"]
+    assert 1.5 < mean < 2.5 and low < mean < high and "times_plain" not in plain
+    assert many[1]["row"] == "SMC exact, 4 at once" and many[1]["problems"] == 4 * count
+
+
+def test_an_interval_is_that_of_students_t() -> None:
+    assert cli.interval_of([2.0, 2.0, 2.0]) == pytest.approx((2.0, 2.0, 2.0))
+    mean, low, high = cli.interval_of([1.0, math.e])
+    half = 12.71 * math.sqrt(0.5) / math.sqrt(2)
+    assert (mean, low, high) == pytest.approx([math.exp(0.5 + x) for x in (0, -half, half)])
 
 
 CHAT = SERVER.replace(
@@ -127,8 +170,8 @@ def test_a_long_chat_forgets_its_oldest_turns() -> None:
 
 
 def test_a_chat_takes_no_problems(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--real", "--problems", "3", "--quick"]) == 2
-    assert "--problems, --quick does not go with --real" in capsys.readouterr().err
+    assert cli.main(["--real", "--seconds", "3", "--quick"]) == 2
+    assert "--seconds, --quick does not go with --real" in capsys.readouterr().err
 
 
 def is_alive(pid: int) -> bool:

@@ -19,7 +19,7 @@ VOCAB = 8
 URL = "http://audited:30000"
 Handler = Callable[[httpx.Request], httpx.Response]
 Serve = Callable[[Handler], None]
-SETTINGS = {"num_particles": 4, "num_steps": 2, "mode": "smc", "adaptive": False}
+SETTINGS = {"num_particles": 4, "num_steps": 2, "mode": "smc", "adaptive": "auto"}
 
 
 def random_table(seed: int, size: int = VOCAB, power: float = 1.25) -> Table:

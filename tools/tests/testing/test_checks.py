@@ -79,7 +79,7 @@ def test_a_check_turns_red_where_a_share_is_the_other_models(
     assert result.failed and says in result.note
 
 
-ADAPTIVE = {"settings": {"adaptive": True}}
+ADAPTIVE = {"settings": {"adaptive": "on"}}
 HOPELESS = {"q": [[1e-12 if token else 1.0 for token in range(8)] for _ in range(8)]}
 
 
