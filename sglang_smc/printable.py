@@ -2,6 +2,8 @@
 
 import reprlib
 from collections.abc import Sequence
+from itertools import islice
+from typing import Any
 
 MOST_SHOWN = 80
 """The most characters of a client's value that an error message quotes."""
@@ -70,6 +72,14 @@ class _Quote(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
         bits = x.bit_length()
         return repr(x) if bits <= _MOST_BITS else f"<an integer of {bits} bits>"
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """Quote a dictionary in its own order."""
+        if x and level <= 0:
+            return "{" + _LEFT_OUT + "}"
+        first = islice(x.items(), self.maxdict)
+        inner = [f"{self.repr1(key, level - 1)}: {self.repr1(of, level - 1)}" for key, of in first]
+        return "{" + ", ".join(inner + [_LEFT_OUT] * (len(x) > self.maxdict)) + "}"
 
 
 _QUOTE = _Quote()

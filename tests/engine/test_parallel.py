@@ -6,6 +6,7 @@ the one rank that runs in this process.
 
 import os
 import random
+import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ import pytest
 import torch
 from http_server import running_server
 from model_families import make_model
+from safetensors.torch import load_file, save_file
 from tiny_models import smc_arguments
 
 from sglang_smc_tools.demo.serving import free_port
@@ -241,3 +243,44 @@ def test_two_replicas_share_the_requests(
     (both,) = tmp_path.iterdir()  # each replica calls itself rank 0
     lines = both.read_text().splitlines()
     assert max(int(line.split()[0]) for line in lines) <= NUM_REQUESTS // 2
+
+
+def with_twins(path: Path, model: str) -> str:
+    """A copy of a model in which each token of one half of the vocabulary has a twin in the other.
+
+    Each rank has one half of the LM head.
+    """
+    shutil.copytree(model, path)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    rows = tensors["lm_head.weight"]
+    half = len(rows) // 2
+    tensors["lm_head.weight"] = torch.cat([rows[:half], rows[:half]])
+    save_file(tensors, file, metadata={"format": "pt"})
+    return str(path)
+
+
+@pytest.mark.nightly
+def test_two_ranks_break_ties_alike(
+    start: Callable[..., Any], pair: tuple[str, str], tmp_path: Path
+) -> None:
+    """At temperature 0 each token is one of two equals; no rank waits for what is aborted."""
+    models = [with_twins(tmp_path / str(i), model) for i, model in enumerate(pair)]
+    cold = [
+        {**one, "sampling_params": {**one["sampling_params"], "temperature": 0.0}}
+        for one in REQUESTS
+    ]
+    (ranks := tmp_path / "ranks").mkdir()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RANK_PROBE_OUT", str(ranks))
+        running = start(*models, tp_size=2)
+        for index, one in enumerate(cold[:6]):
+            body = {**one, "sampling_params": {**one["sampling_params"], "max_new_tokens": 200}}
+            chunks = running.generate(**body, rid=f"gone-{index}", stream=True)
+            heard = [next(chunks)]
+            running.tokenizer_manager.abort_request(f"gone-{index}")
+            heard += chunks
+            assert heard[-1]["meta_info"]["finish_reason"]["type"] in ("abort", "stop")
+        found = answers(running, cold)
+    assert_ranks_agree(ranks)
+    assert found == of_one_rank((models[0], models[1]), cold)

@@ -54,6 +54,13 @@ class Slow(Potential):
         return [0.0] * len(texts)
 
 
+class EachRound(Slow):
+    """Slow in each round."""
+
+    def prefix(self, texts: Sequence[Text]) -> list[float]:
+        return self.complete(texts)
+
+
 class Panic(BaseException):
     """As pyo3 raises it for a panic in Rust; it cannot even be printed."""
 
