@@ -26,7 +26,7 @@ def decode_batch(
     original: Callable, manager: DetokenizerManager, recv_obj: BatchTokenIDOutput
 ) -> list[str]:
     """Keep the offset up to which a request's text is sent from decreasing."""
-    if is_smc(get_server_args()):
+    if manager.decode_status and is_smc(get_server_args()):  # else nothing has been sent
         return keep_sent(original, manager, recv_obj)
     return original(manager, recv_obj)
 

@@ -34,7 +34,9 @@ def copied(name: str, folder: Path, **settings: Any) -> str:
 
 
 def given(smc: dict[str, Any], target: str, draft: str, **more: Any) -> dict[str, Any]:
-    return smc | {"model_path": target, "speculative_draft_model_path": draft} | more
+    """Arguments for configurations alone: weights are made up, not looked for."""
+    models = {"model_path": target, "speculative_draft_model_path": draft}
+    return smc | models | {"speculative_draft_load_format": "dummy"} | more
 
 
 def of_draft(server_args: Any, length: int | None = None) -> ModelConfig:

@@ -154,7 +154,7 @@ def risks(tree: ast.Module) -> Iterator[str]:
 
 # What its lines show as it is: numbers, and texts of the server's owner or of this package.
 OWN_TEXTS: Listed = {
-    "server/arguments.py": {"config"},
+    "server/arguments.py": {"config", "warning"},  # which names the operator's draft
     "models/vocabulary.py": {"error"},  # a draft's tokenizer cannot be read
     "process.py": {"memory.as_text()", "memory.advice"},
     "options/policy.py": {"self.reason"},  # numbers

@@ -112,7 +112,12 @@ def test_the_arena_follows_what_a_request_chose_and_has_emitted() -> None:
 
 
 def req(max_new_tokens: int = 500, num_emitted: int = 0, **chosen: Any) -> Any:
-    params = SimpleNamespace(max_new_tokens=max_new_tokens, top_k=-1, custom_params={"smc": chosen})
+    params = SimpleNamespace(
+        max_new_tokens=max_new_tokens,
+        top_k=-1,
+        sampling_seed=None,
+        custom_params={"smc": chosen},
+    )
     return SimpleNamespace(sampling_params=params, output_ids=[0] * num_emitted, grammar=None)
 
 

@@ -37,7 +37,7 @@ def pieces(
 
 
 def manager(tokenizer: Any, context: int = 10, **changes: Any) -> Any:
-    server = SimpleNamespace(speculative_algorithm="SMC")
+    server = SimpleNamespace(speculative_algorithm="SMC", speculative_smc_presets=None)
     given = {"context_len": context, "allow_auto_truncate": False, "server_args": server}
     return SimpleNamespace(tokenizer=tokenizer, **{**given, **changes})
 

@@ -19,7 +19,7 @@ SETTINGS = ("num_particles", "num_steps", "max_lag")
 ABOUT = "server arguments"
 
 
-class Verdict(NamedTuple):
+class StartVerdict(NamedTuple):
     """What became of server arguments."""
 
     problem: Finding | None
@@ -68,7 +68,7 @@ def server_arguments(options: argparse.Namespace) -> list[str]:
     return given
 
 
-def _as_a_server(given: list[str]) -> Verdict:
+def _as_a_server(given: list[str]) -> StartVerdict:
     """Resolve and check the arguments as this machine would to start a server."""
     from sglang_smc import upstream
 
@@ -76,7 +76,7 @@ def _as_a_server(given: list[str]) -> Verdict:
     return _tried(here, upstream.resolve_now)
 
 
-def _without_sglang(given: list[str]) -> Verdict:
+def _without_sglang(given: list[str]) -> StartVerdict:
     """Check the arguments as sglang-smc does, whatever SGLang makes of them on this machine."""
     from sglang_smc import upstream
     from sglang_smc.server.algorithm import validate_server_args
@@ -85,7 +85,7 @@ def _without_sglang(given: list[str]) -> Verdict:
         return _tried(given, validate_server_args)
 
 
-def _tried(given: list[str], check: Callable[[Any], None]) -> Verdict:
+def _tried(given: list[str], check: Callable[[Any], None]) -> StartVerdict:
     from sglang.srt.server_args import prepare_server_args
 
     from sglang_smc import upstream
@@ -99,13 +99,13 @@ def _tried(given: list[str], check: Callable[[Any], None]) -> Verdict:
         if server_args.speculative_draft_model_path is not None:
             beyond = supported.beyond_training(server_args)
     except (OSError, ValueError) as error:
-        return Verdict(fail(ABOUT, "refused", str(error)))
+        return StartVerdict(fail(ABOUT, "refused", str(error)))
     except Exception as error:  # of SGLang, whatever a broken configuration raises
-        return Verdict(fail(ABOUT, "not read", f"{type(error).__name__}: {error}"))
-    return Verdict(None, longest, beyond)
+        return StartVerdict(fail(ABOUT, "not read", f"{type(error).__name__}: {error}"))
+    return StartVerdict(None, longest, beyond)
 
 
-def _context(asked: int | None, verdict: Verdict) -> Iterator[Finding]:
+def _context(asked: int | None, verdict: StartVerdict) -> Iterator[Finding]:
     """Yield what is wrong with the length of texts: for the target, or for the draft."""
     if asked is not None and asked > verdict.longest:
         do = f"Allowed: at most {verdict.longest:,}, what the target takes."
