@@ -6,9 +6,9 @@
 ``overlapped`` with launches that begin while the one before ends, ``int8`` with weights in 8 bits.
 All attend over 256 tokens of a prompt. Overlapped results must be the fused ones bit for bit;
 others are compared with stock layers, int8's with those of the weights that its 8 bits stand for.
-``lm_head`` is the product of an LM head alone, in float32 as servers ask for it, and ``lm_head_cast``
-in bfloat16 with a copy to float32.
-Without a GPU torch's references run, at a small size.
+``lm_head`` is the product of an LM head alone, in float32 as servers ask for it, and
+``lm_head_cast`` that in bfloat16 with a copy to float32. Without a GPU torch's references run, at a
+small size.
 """
 
 from __future__ import annotations

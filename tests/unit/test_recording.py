@@ -406,7 +406,7 @@ def test_a_trial_of_layers_that_fails_ends_no_start(
     monkeypatch.setattr(Ranks, "of", ranks_of)
     monkeypatch.setattr(graph, "works", lambda _: not breaks)
     if breaks:
-        with pytest.raises(ValueError, match="draft-layers auto has stopped.* Pass sglang"):
+        with pytest.raises(ValueError, match=r"draft-layers auto has stopped.* Pass sglang"):
             server.start(monkeypatch)
         return
     server.start(monkeypatch)
