@@ -16,7 +16,7 @@ from http_server import HANGS, running_server
 from routed import ROUTES, parts_of
 from tiny_models import smc_arguments
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 PLACES = 2
 QUEUED = 6
@@ -81,7 +81,8 @@ def full(server: FaultServer) -> Iterator[tuple[Executor, list[Future]]]:
             wait_for(server, PLACES, index + 1)
         yield pool, waiting
         assert server.load()[:2] == (PLACES, QUEUED), "who holds the places has ended too soon"
-        assert server.post("/abort_request", rid="held").status_code == 200
+        for index in range(PLACES):
+            assert server.post("/abort_request", rid=f"held-{index}").status_code == 200
     server.assert_nothing_is_lost()
 
 
