@@ -100,14 +100,18 @@ class Columns(NamedTuple):
         places = torch.empty(shape, dtype=torch.int64, device=p.scores.device)
         strides = tuple(of.stride for of, _ in of_q)
         tile, num_tiles = tiles(p.scores.shape[1], _TILE)
-        size = given[0].logits.itemsize
-        steps = *strides, *(of.logits.storage_offset() for of in given)
-        aligned = all(step * size % 16 == 0 for step in steps)
         padded = map(triton.next_power_of_2, (num_chains, num_tiles))
-        numbers = *padded, tile, num_tiles, 16 // size if aligned else 1
+        numbers = *padded, tile, num_tiles, _unit_of(given, strides)
         sizes = Sizes(*map(tl.constexpr, numbers))
         laws = Laws(of_p, p_sums, *of_q[0], places)
         return cls(laws, padded_columns(tensors), padded_columns(strides), sizes)
+
+
+def _unit_of(given: Sequence[_Tensors], strides: Sequence[int]) -> int:
+    """Return how many logits make 16 bytes where all rows begin at such a boundary, else 1."""
+    size = given[0].logits.itemsize
+    steps = *strides, *(of.logits.storage_offset() for of in given)
+    return 16 // size if all(step * size % 16 == 0 for step in steps) else 1
 
 
 def _tensors_of(source: Source, sums: RowSums) -> _Tensors:

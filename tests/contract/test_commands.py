@@ -22,21 +22,8 @@ LAUNCH = ["-m", "sglang.launch_server"]
 PROGRAM = Path(__file__).with_name("start_commands.py")
 SPAN = re.compile(r"`((?:make|sglang-smc|bash|python3?|\.venv/bin/python) [^`]+)`")
 #: Of the shell, and of other projects.
-OTHERS = {
-    "cd",
-    "docker",
-    "echo",
-    "export",
-    "find",
-    "hf",
-    "kubectl",
-    "mkdir",
-    "pip",
-    "rm",
-    "sed",
-    "test",
-}
-OTHERS |= {"touch", "ruff", "pyright"}
+OTHERS = {"cd", "docker", "echo", "export", "find", "hf", "kubectl", "mkdir", "pip", "rm", "sed"}
+OTHERS |= {"ruff", "pyright", "test", "touch"}
 OTHER_MODULES = {"build", "mkdocs", "pip", "pytest", "sglang_router", "twine", "venv"}
 #: It makes its servers of a table of faults, which are torch's.
 IMPORTS_TORCH = "audit"

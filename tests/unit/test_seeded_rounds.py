@@ -22,6 +22,7 @@ from toy_worker import NUM_CONTEXTS, Language
 from sglang_smc.options.request import Budget
 from sglang_smc.options.server import RESAMPLING_METHODS
 from sglang_smc.potentials import Potential, Text
+from sglang_smc.state.stream import DETOKENIZATION
 
 RECORD = Path(__file__).with_name("seeded_rounds.json")
 VOCAB, EOS, LENGTH, SIZE = 600, 5, 14, 6  # tokens: more than one tile of a cumulative sum
@@ -117,6 +118,7 @@ def said(name: str) -> list[dict[str, Any]]:
     answers = []
     for req, info in serve(SIZE, *chosen, pair=languages(), **(SERVER | server | more)):
         info.pop("spec_smc_particles", None)
+        info.pop(DETOKENIZATION, None)  # for the tokenizer manager
         for particle in req.particles or ():
             del particle["finish_reason"]  # of `test_ends`
         answers.append({"output_ids": req.output_ids, "particles": req.particles, **info})
