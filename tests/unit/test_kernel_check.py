@@ -13,7 +13,7 @@ import sglang_smc
 from sglang_smc.command import doctor
 from sglang_smc.models.softmax import Heads
 from sglang_smc.ops import TORCH, check
-from sglang_smc.ops.check_cases import CHECKS, Check, CheckSizes, Inputs, Passes
+from sglang_smc.ops.check_cases import CHECKS, Check, CheckSizes, Inputs
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import parts
 from sglang_smc.smc.distribution import TokenDistribution
@@ -21,8 +21,7 @@ from sglang_smc.smc.ledger import Ledger
 from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.population import Population
 
-HEADS = Heads(4, 2, 16, torch.float32)
-SIZES = CheckSizes(3, 2, (Passes(HEADS, (1, 3)), Passes(HEADS, (2, 3), True)), gated_delta=True)
+SIZES = CheckSizes(3, 2, (Heads(4, 2, 16, torch.float32),), gated_delta=True)
 OPERATIONS = sorted(set(Ops._fields) - {"kind", "ledger", "population", "distribution"})
 METHODS = {"sample_and_score": "_sample", "score_tokens": "_score"}  # of `TokenDistribution`
 METHODS |= {name: name for name in ("filtered", "log_probs", "log_sums")}
