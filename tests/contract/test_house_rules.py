@@ -164,7 +164,7 @@ MOST = {
     "types": 24,
     "shape_fields": 9,
     "shape_booleans": 0,
-    "wide_functions": 22,
+    "wide_functions": 21,
     "worker_imports": 13,
     "grammar_files": 11,
     "glossary": 30,
