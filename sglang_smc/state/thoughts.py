@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_smc.upstream import IS_NEWER
+from sglang_smc.upstream import IS_NEWEST
 
 Count = Callable[[Req, list[int]], None]
 
@@ -21,6 +21,6 @@ def recount(req: Req, count: Count) -> None:
     req.reasoning_tokens = 0
     req._is_reasoning_over = False
     req._think_end_match_len = 0
-    if IS_NEWER:
+    if IS_NEWEST:
         req._think_start_match_len = 0
     count(req, list(req.output_ids_through_stop))
