@@ -23,6 +23,7 @@ MOST_CARRIED = 64 * MIB
 #: Drafts and reward models of the shipped pair, and answers, that no stage loads.
 UNREAD = (
     *(f"bench/pair/{name}/" for name in ("dflash", "dspark", "mtp", "reward", "tuned")),
+    "bench/results/grpo/",
     "bench/results/power/answers/",
 )
 #: Ignored by git: SGLang's wheels or payload, and kernels that other machines compiled.

@@ -229,7 +229,7 @@ def _image_problems(server_args: Arguments, target: ModelConfig) -> Iterator[str
 # Flags that a decode server refuses: the prefill server samples the first token without SMC, and
 # reads no image for the draft; KV on the host is the target's.
 _NOT_TRANSFERRED = (
-    "speculative_smc_power speculative_smc_potential speculative_smc_presets "
+    "speculative_smc_power speculative_smc_potential "
     "enable_strict_thinking enable_multimodal enable_hierarchical_cache"
 )
 

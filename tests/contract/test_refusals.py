@@ -545,7 +545,6 @@ NOT_TRANSFERRED: list[tuple[dict[str, Any], str]] = [
     ({"enable_strict_thinking": True, "reasoning_parser": "qwen3"}, "-strict-thinking True"),
     ({"speculative_smc_power": 2.0}, "--speculative-smc-power 2.0; allowed: none"),
     ({"speculative_smc_potential": ["count=steered:Count"]}, "--speculative-smc-potential ..count"),
-    ({"speculative_smc_presets": '{"exact": {"mode": "exact"}}'}, "--speculative-smc-presets"),
     ({"disaggregation_decode_retraction_backup": "host_pool"}, "-backup is 'host_pool'; allowed"),
     ({"disaggregation_decode_host_receive_threshold": 0.5}, "-receive-threshold is 0.5; allowed"),
     ({**HEAD, "draft_vocab_size": 64}, "no hidden states are sent"),

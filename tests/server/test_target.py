@@ -79,7 +79,8 @@ def test_at_temperature_0_texts_are_the_targets(server: Server, target: Target) 
         assert not str(answers[f"{name}, smc"]["output_ids"]).startswith(shown[:-1]), name
     last = chosen[-1]
     (alone,) = last["meta_info"]["spec_smc_particles"]
-    whole = {"output_ids": last["output_ids"], "text": last["text"].lstrip()}
+    whole = {"output_ids": last["output_ids"], "text": last["text"]}
+    whole["finish_reason"] = last["meta_info"]["finish_reason"]
     assert alone == {**whole, "weight": 1.0, "log_weight": 0.0}
 
 

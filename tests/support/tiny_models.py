@@ -93,13 +93,17 @@ def tiny_tokenizer(
 
 
 def smc_arguments(target: str, draft: str, **settings: Any) -> dict[str, Any]:
-    """Engine keywords for SMC; settings without prefix: ``num_particles=4, num_steps=2``."""
+    """Engine keywords for SMC; settings without prefix: ``num_particles=4, num_steps=2``.
+
+    N and K stay unless ``adaptive`` says otherwise: measuring what rounds cost takes seconds.
+    """
     own = {FIELDS[name]: settings.pop(name) for name in FIELDS.keys() & settings.keys()}
     return {
         "model_path": target,
         "speculative_algorithm": "SMC",
         "speculative_draft_model_path": draft,
         "speculative_num_steps": 3,
+        "speculative_smc_adaptive": "off",
         **own,
         **settings,
     }
