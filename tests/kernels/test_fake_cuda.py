@@ -56,7 +56,7 @@ ROUNDS: dict[str, tuple[SMCConfig, dict[str, Any], int, float, float]] = {
     "greedy": (EXACT, GREEDY, 207, 34, 64),
     "off": (without_drafts(SMCConfig()), {"budget": OFF, **FILTERS}, 49, 1, 0.8),
     "powers": (SMCConfig(), POWERS, 249, 9, 95),
-    "exact, powers": (EXACT, POWERS_OF_EXACT, 273, 19, 95),
+    "exact, powers": (EXACT, POWERS_OF_EXACT, 303, 19, 95),
     "anything": (SMCConfig(), ANYTHING, 365, 124, 121),
 }
 

@@ -10,13 +10,14 @@ from collections import Counter
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from toy_request import PROMPT, ToyRequest
 from toy_worker import NUM_CONTEXTS, Language, SlotModel, ToyWorker
 
 from sglang_smc.kv import arena
 from sglang_smc.models.chains import Chains
 from sglang_smc.ops import TORCH
-from sglang_smc.options.request import Budget
+from sglang_smc.options.request import Budget, config_of
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.smc.ops import Ops
 
@@ -124,7 +125,10 @@ class PoolProgram(ToyWorker):
             smc["power"] = 2.0
         asked = {"custom_params": {"smc": smc}, "stop_token_ids": [EOS]}
         asked["sampling_seed"] = rng.randrange(2**30)
-        return ToyRequest(row, VOCAB, rng.randint(2, LONGEST), asked, None)
+        req = ToyRequest(row, VOCAB, rng.randint(2, LONGEST), asked, None)
+        # Budgets bound those without a seed.
+        req.smc_config = replace(config_of(self.config, req), seeded=False)
+        return req
 
     def start(self, req: ToyRequest) -> None:
         """Prefill a request, which may have an output."""
