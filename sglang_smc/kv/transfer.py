@@ -71,7 +71,7 @@ def joined(parts: Sequence[T]) -> T:
     return tree_map(join, *parts, is_leaf=lambda part: isinstance(part, list))
 
 
-def alike(parts: Sequence[T]) -> list[T]:
+def padded_to_widest(parts: Sequence[T]) -> list[T]:
     """Return parts of a batch with tensors of equal shapes but for the first dimension.
 
     Zeros follow what is narrower than another part's.

@@ -173,11 +173,6 @@ class Misfit(NamedTuple):
         return f"{self.what}; {self.cure}" if self.cure and self.what[-1] != "." else self.what
 
 
-def head_problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
-    """Yield what `draft_problems` does, without what to do."""
-    yield from (one.what for one in draft_problems(config, target, num_steps))
-
-
 def draft_problems(
     config: ModelConfig, target: ModelConfig, num_steps: int, *, has_files: bool = True
 ) -> Iterator[Misfit]:

@@ -165,10 +165,8 @@ def costs_of_launched(
     stand_ins = StandIns.of(tables, config)
 
     def sizes(budget: Budget) -> Iterator[int]:
-        most = min(
-            max(most_rows // _rows(budget), 2), most_requests
-        )  # 2, to know what 1 more costs
-        most = min(most, stand_ins.room(budget))
+        at_most = max(most_rows // _rows(budget), 2)  # two, to know what one more costs
+        most = min(at_most, most_requests, stand_ins.room(budget))
         yield from itertools.takewhile(lambda size: size < most, (4**i for i in itertools.count()))
         yield most
 
@@ -281,7 +279,8 @@ def _table_of(
         )
 
     def curve(budget: Budget, way: Branches) -> Curve:
-        return Curve.of((key.size, least(key)) for key in found if key[::2] == (budget, way))
+        own = (key for key in found if key.budget == budget and key.way == way)
+        return Curve.of((key.size, least(key)) for key in own)
 
     nodes: dict[Budget, tuple[tuple[float, Curve], ...]] = {}
     for budget, way in sorted(counted, key=counted.__getitem__):

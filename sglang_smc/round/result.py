@@ -16,7 +16,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 from sglang_smc import process
-from sglang_smc.kv.transfer import alike, each_tensor, joined, on_device, on_host
+from sglang_smc.kv.transfer import each_tensor, joined, on_device, on_host, padded_to_widest
 from sglang_smc.options.policy import Policy
 from sglang_smc.options.request import Budget
 from sglang_smc.proposers.ngram import Corpus
@@ -95,7 +95,7 @@ class Outcome(NamedTuple):
         """
         if len(parts) == 1:
             return parts[0]
-        whole = joined(alike([part._filled() for part in parts]))
+        whole = joined(padded_to_widest([part._filled() for part in parts]))
         order = on_device(whole.counts.device, places).argsort()
         return each_tensor(lambda column: column[order], whole)
 

@@ -51,7 +51,7 @@ def opened(folder: str | Path) -> Any:
 
 def problems(folder: str | Path, num_steps: int = 4) -> list[str]:
     target: Any = TARGET
-    return list(kinds.head_problems(opened(folder), target, num_steps))
+    return [one.what for one in kinds.draft_problems(opened(folder), target, num_steps)]
 
 
 # --- Formats
@@ -372,7 +372,7 @@ def test_no_draft_class_is_taken_for_a_language_model() -> None:
     target: Any = TARGET
     for name in found - HEADS.keys():
         config: Any = SimpleNamespace(hf_config=LlamaConfig(architectures=[name]))
-        (told,) = kinds.head_problems(config, target, 4)
+        (told,) = (one.what for one in kinds.draft_problems(config, target, 4))
         assert name in told and told.startswith("is a"), told
 
 

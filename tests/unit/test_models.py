@@ -144,14 +144,14 @@ def test_what_fits_is_taken() -> None:
     taken += [(mtp(), "mtp"), (TARGET, "model")]
     for config, kind in taken:
         assert kinds.kind_of(config) == kind
-        assert list(kinds.head_problems(config, TARGET, num_steps=8)) == []
+        assert list(kinds.draft_problems(config, TARGET, num_steps=8)) == []
 
 
 def test_what_goes_into_the_last_norm_can_be_had_of_gpt_oss() -> None:
     target = LlamaConfig(hidden_size=64, vocab_size=100, num_hidden_layers=6)
     for names, fits in ((["GptOssForCausalLM"], True), (["LlamaForCausalLM"], False)):
         target.architectures = names
-        found = kinds.head_problems(eagle3(**with_ids(0, 2, 6)), model_config(target), num_steps=8)
+        found = kinds.draft_problems(eagle3(**with_ids(0, 2, 6)), model_config(target), num_steps=8)
         assert (list(found) == []) == fits
 
 
@@ -216,7 +216,7 @@ def test_what_goes_into_the_last_norm_can_be_had_of_gpt_oss() -> None:
     ],
 )
 def test_what_does_not_fit_is_told(config: Any, told: str) -> None:
-    (found,) = kinds.head_problems(config, TARGET, num_steps=8)
+    (found,) = (one.what for one in kinds.draft_problems(config, TARGET, num_steps=8))
     assert re.search(told, found)
 
 

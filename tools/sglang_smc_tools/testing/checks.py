@@ -34,7 +34,7 @@ SWITCHES = (
     "mends it, a kernel or a captured round is wrong here. Report it with this table"
 )
 _ADAPTIVE = (
-    "This server has --speculative-smc-adaptive, so that N and K are not the request's own. "
+    "This server has --speculative-smc-adaptive on, so that N and K are not the request's own. "
     "Start one without it."
 )
 _TEMPERATURES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
