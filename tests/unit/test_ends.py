@@ -44,7 +44,11 @@ def tokenizer() -> Any:
 
 
 PLAIN = tokenizer()
-UPDATE: Any = inspect.unwrap(Req.update_finish_state)
+
+
+def update_finish_state(req: Any, num_new: int) -> None:
+    """SGLang's own, looked up at each call: its hooks also replace what modules have imported."""
+    inspect.unwrap(Req.update_finish_state)(req, num_new)
 
 
 def request_of(output_ids: list[int], grammar: Any = None, **asked: Any) -> Any:
@@ -64,7 +68,7 @@ def answered(tokens: list[int], **asked: Any) -> Any:
     req = request_of([], **asked)
     for token in tokens:
         req.output_ids.append(token)
-        UPDATE(req, 1)
+        update_finish_state(req, 1)
         if req.finished():
             return req
     return None
@@ -160,7 +164,7 @@ def test_a_stop_string_in_more_tokens_than_sglang_looks_at_ends_an_answer_that_c
     req.sampling_params.stop_str_max_len = len(merged.encode("ab").ids) - 1
     req.tokenizer = PLAIN
     answer = with_output(req, tokens)
-    UPDATE(answer, len(tokens))
+    update_finish_state(answer, len(tokens))
     found = as_answer(req, [], tokens)
     assert found.output_ids == list(answer.output_ids_through_stop) == ids_of("▁", "a", "b")
     assert found.finish_reason == answer.finished_reason.to_json()
