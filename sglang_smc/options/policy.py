@@ -39,6 +39,8 @@ _PRIOR_WEIGHT = 8.0  # of what is expected without counts, in tokens tried and i
 _AGREE = 0.8  # prior chance that two chains of one text go on alike: 0.81 on real text, N = 2
 _MEMORY = 0.98  # decay of counts per round that drafts
 _TRIALS = 0.01  # share of the time of plain decoding that trials of drafts may cost
+_FIRST = 32  # rounds of a request after which drafts are judged: a server's warm-up has fewer
+_CHANCES = tuple(tenth / 10 for tenth in range(1, 10))  # that a chain's token is kept, for trials
 _BISECTIONS = 12  # of an estimate within 1 / 4096
 _RAREST = 3  # trials are half as frequent after each that has lost, up to so many
 
@@ -196,16 +198,18 @@ class Acceptance:
     def __init__(self) -> None:
         # Rounds of a request, their tokens kept, and those tried.
         self._counts: dict[Budget, tuple[float, float, float]] = {}
+        self._num_counted = 0
 
     @property
     def is_guessed(self) -> bool:
-        """Return whether nothing has been counted."""
-        return not self._counts
+        """Return whether too little has been counted to judge drafts by."""
+        return self._num_counted < _FIRST
 
     def add(self, budget: Budget, num_kept: int) -> None:
         """Count one request's round; tokens behind the first rejected one do not count as tried."""
         rounds, kept, tried = self._counts.get(budget, (0.0, 0.0, 0.0))
         tried += min(num_kept + 1, budget.num_steps)
+        self._num_counted += 1
         self._counts[budget] = rounds + 1, kept + num_kept, tried
 
     def fade(self) -> None:
@@ -217,8 +221,7 @@ class Acceptance:
 
     def tokens(self, budget: Budget) -> float:
         """Return the expected tokens of a round, the target's own included."""
-        chance = self._chance(budget.num_particles)
-        expected = (1.0 - chance ** (budget.num_steps + 1)) / (1.0 - chance) - 1.0
+        expected = _expected(self._chance(budget.num_particles), budget.num_steps)
         rounds, kept, _ = self._counts.get(budget, (0.0, 0.0, 0.0))
         return 1.0 + (kept + _PRIOR_WEIGHT * expected) / (rounds + _PRIOR_WEIGHT)
 
@@ -236,6 +239,17 @@ class Acceptance:
                 own_tried = own_tried + of
         prior = 1.0 - min(lost / tried * fewer_rejections(num_particles), 1.0)
         return (own_kept + _PRIOR_WEIGHT * prior) / (own_tried + _PRIOR_WEIGHT)
+
+
+def _expected(chance: float, num_steps: int) -> float:
+    """Return the tokens that are kept of K, each with a chance below 1 if all before it are."""
+    return (1.0 - chance ** (num_steps + 1)) / (1.0 - chance) - 1.0
+
+
+def _chanced(budget: Budget, chance: float) -> float:
+    """Return the tokens of a round of which each is kept with a chance in a single chain."""
+    lost = (1.0 - chance) * fewer_rejections(budget.num_particles)
+    return 1.0 + _expected(1.0 - lost, budget.num_steps)
 
 
 def fewer_rejections(num_particles: int) -> float:
@@ -434,21 +448,35 @@ class Policy:
         return self._trial(batch_size, widest) if best == OFF else best
 
     def _trial(self, batch_size: int, widest: Budget) -> Budget:
-        """Return the cheapest drafts, where plain decoding has saved for them or they pay; or OFF.
+        """Return drafts to try, where plain decoding has saved for them or they pay; or OFF.
 
         The first trial is not saved for, since a guess alone speaks against it. A trial ends with
         the first `_PERIOD` rounds that yield less than plain decoding. The next one is saved for
         twice as long.
         """
         seconds = {of: self._seconds(of, batch_size, widest) for of in self._budgets}
-        cheapest = min(self._budgets[:-1], key=seconds.__getitem__)
-        more = seconds[cheapest] / seconds[OFF] - 1.0
-        if self.budget == cheapest and self._drafted:
+        tried = self._easiest(seconds, widest)
+        if tried is None or self._acceptance.is_guessed:
+            return tried or OFF
+        more = seconds[tried] / seconds[OFF] - 1.0
+        if self.budget == tried and self._drafted:
             pays = fmean(self._drafted) >= more
             self._num_lost = 0 if pays else min(self._num_lost + 1, _RAREST)
-            return cheapest if pays else OFF
+            return tried if pays else OFF
         earned = self._num_off * _TRIALS / _PERIOD / 2**self._num_lost
-        return cheapest if earned >= more or self._acceptance.is_guessed else OFF
+        return tried if earned >= more else OFF
+
+    def _easiest(self, seconds: Mapping[Budget, float], widest: Budget) -> Budget | None:
+        """Return the drafts that pay with the least chance of a token; None where none can.
+
+        Those of one token may cost more than the token that they can yield.
+        """
+        for chance in _CHANCES:
+            rates = {of: _chanced(of.within(widest), chance) / seconds[of] for of in self._budgets}
+            best = max(self._budgets, key=rates.__getitem__)
+            if best != OFF:
+                return best
+        return None
 
     def best(self, batch_size: int, widest: Budget) -> Budget:
         """Return the budget of most tokens per second; of near ties, that of most particles.
