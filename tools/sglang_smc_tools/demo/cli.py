@@ -39,10 +39,10 @@ from sglang_smc_tools.pair.task import check, held_out, messages
 
 #: The models that are shipped with the package, trained on `pair.task`.
 PAIR = Path(str(files("sglang_smc_tools"))) / "pair"
-DRAFT = "eagle3"
+DRAFT = "dspark"
 FIRST_PROBLEM = 20_000  # outside the problems behind published tables
 SHOWN = 1_000_000  # beyond all measured ones
-SECONDS = 55
+SECONDS = 40
 QUICK = 1  # seconds: the fewest turns, to see that it works
 FEWEST = 2  # turns, for an interval
 ALONE = 3  # problems one after another in a turn
