@@ -72,13 +72,20 @@ def picture(seed: int, height: int) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def questions(family: str) -> list[tuple[str, list[Image.Image]]]:
-    """Return prompts with an image, another, none and both, and these."""
+def questions(family: str, behind: int = 0) -> list[tuple[str, list[Image.Image]]]:
+    """Return prompts with an image, another, none and both, and these; both begin with one.
+
+    Args:
+        family: of the target.
+        behind: words of text after the images.
+    """
     one, other = picture(1, 48), picture(2, 80)
     mark = WORDS.get(family, OF_QWEN)[1]
     about = f"t5 {mark} t7"
-    both = f"{about} t8 {mark} t9", [other, one]
-    return [(about, [one]), (about, [other]), ("t5 t6 t7", []), both]
+    both = f"{mark} t8 {about} t9", [other, one]
+    text = "".join(f" t{2 + place * place % 53}" for place in range(behind))
+    asked = [(about, [one]), (about, [other]), ("t5 t6 t7", []), both]
+    return [(before + text, images) for before, images in asked]
 
 
 def params_of(index: int, **other: Any) -> dict[str, Any]:
