@@ -1,5 +1,6 @@
 """Requests that change logits, and what SGLang makes of them."""
 
+import time
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,6 +21,16 @@ class Echo(CustomLogitProcessor):
         for row, params in zip(logits, custom_param_list or [], strict=True):
             request = params["__req__"]
             row[[*request.origin_input_ids, *request.output_ids][-2]] += 1.5
+        return logits
+
+
+class Slow(CustomLogitProcessor):
+    """Changes nothing, and takes half a second to do so."""
+
+    def __call__(
+        self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None
+    ) -> torch.Tensor:
+        time.sleep(0.5)
         return logits
 
 
