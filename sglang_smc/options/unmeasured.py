@@ -32,7 +32,11 @@ def completed(found: RoundCosts, every: Iterable[Budget]) -> RoundCosts:
             rounds[budget] = _longer(own, rounds[smaller], times, factor)
             smaller = budget
             factor = 1.0
-    nodes = dict(found.nodes)
+    # Time for few of a tree's sizes is no time for many requests: those grow as other trees' do.
+    nodes = {
+        of: tuple((count, _longer(curve, rounds[of])) for count, curve in curves)
+        for of, curves in found.nodes.items()
+    }
     for budget in wanted:
         if budget not in rounds:
             low, high = (Budget(budget.num_particles, steps) for steps in (1, most))

@@ -408,6 +408,10 @@ def test_rounds_that_were_not_measured_cost_what_as_many_rows_do() -> None:
     assert found.reading == {of: 1.0 + of.num_steps for of in budgets(top)}
     ((count, _),) = found.nodes[Budget(2, 2)]
     assert count == pytest.approx(3.0)
+    # Red where trees that were measured of one request take as long of any number.
+    for of in (Budget(2, 2), Budget(2, 4)):
+        alike = found.round(8, of, top, num_nodes=of.num_steps + 1.0)
+        assert alike == pytest.approx(seconds(of, 8), rel=0.01)
 
 
 def test_sizes_stay_where_costs_are_not_known() -> None:
