@@ -9,6 +9,9 @@ import torch
 
 from sglang_smc.smc.weighing import draw, log_mean_exp, normalized
 
+TIE = 2.0**-10
+"""Log-weights on one multiple of this, in nats, count as equal where particles are ordered."""
+
 
 def common_tail(texts: torch.Tensor, lengths: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
     """Return the number of leading tail tokens that all present particles of a group share.
@@ -56,7 +59,9 @@ def narrow(
     """Draw the first ``counts[g]`` tokens of each group's tails, and keep the particles with them.
 
     Free places are filled by splitting: each of a particle's c copies, itself included, has a c-th
-    of its weight; the heaviest copy is split next. That is deterministic, and changes no mean.
+    of its weight; the heaviest copy is split next, of equal ones the first. That is
+    deterministic, and changes no mean. Where the draft is right, weights are equal but for errors
+    of rounding, which another batch has otherwise: `TIE` keeps them from choosing the copy.
 
     Args:
         log_weights: ``[G, N]`` float64.
@@ -77,10 +82,11 @@ def narrow(
         return none, log_weights, log_weights[:, 0], none[:, 0].bool()
     log_mean = log_mean_exp(log_weights, present.sum(1))
     by_weight = draw(normalized(log_weights), uniforms)
-    drawn = torch.where(heaviest, log_weights.argmax(1), by_weight)
+    ordered = (log_weights / TIE).round() * TIE
+    drawn = torch.where(heaviest, ordered.argmax(1), by_weight)
     stays = _begins_alike(texts, lengths, counts, drawn.unsqueeze(1)) & present
     leaves = present & ~stays
-    ancestors = torch.where(leaves, _splits(log_weights, stays, leaves), _places(present))
+    ancestors = torch.where(leaves, _splits(ordered, stays, leaves), _places(present))
     copies = (ancestors.unsqueeze(1) == _places(present).unsqueeze(2)) & present.unsqueeze(1)
     parts = copies.sum(2).gather(1, ancestors)  # [G, N]: into how many each weight is split
     lost = log_mean - log_mean_exp(_only(log_weights, stays), present.sum(1))

@@ -47,6 +47,17 @@ def test_free_places_are_filled_by_splitting_the_heaviest() -> None:
     assert torch.allclose(found.log_weights.exp(), expected)
 
 
+def test_rounding_of_equal_weights_chooses_no_copy() -> None:
+    """Red where a seeded text changes with the batch that its weights were computed in."""
+    tails = [[1, 2], [1, 3], [4, 2], [1, 4]]
+    equal = of_group(tails, [-0.2] * 4, 1, [0.0])
+    for index in range(4):
+        rounded = [-0.2 + 1e-6 * (place == index) for place in range(4)]
+        assert of_group(tails, rounded, 1, [0.0]).ancestors.tolist() == equal.ancestors.tolist()
+        found = of_group(tails, rounded, 1, [0.9], heaviest=True)
+        assert found.ancestors.tolist() == equal.ancestors.tolist()
+
+
 def test_a_tail_that_has_ended_is_shared_by_its_own_kind_alone() -> None:
     """A shorter text is no beginning of a longer one: it is over."""
     for uniform, ancestors in ((0.1, [0, 0, 2]), (0.5, [1, 1, 1])):
