@@ -144,6 +144,7 @@ class SMCWorker(WeightUpdates):
             self._tables,
             {
                 "states of the target": self._round.draft.state_bytes,
+                "marks of unread tokens": self._prefill.unread_bytes,
                 "round graphs": round(self._captures.gigabytes * 2**30),
             },
         )
@@ -191,7 +192,7 @@ class SMCWorker(WeightUpdates):
         inputs = RoundInputs.of(batch, self.device)
         always = any(extra.always for extra in self._round.extras)
         groups = groups_of(batch, inputs, None if always else policy)
-        played = [self._launch_group(group) for group in groups]
+        played = [self._launch_group(batch, group) for group in groups]
         places = [place for group in groups for place in group.places]
         return SMCBatchResult.of(
             Outcome.joined([outcome for outcome, _ in played], places),
@@ -203,7 +204,7 @@ class SMCWorker(WeightUpdates):
             corpus=self._corpus,
         )
 
-    def _launch_group(self, group: BatchPart) -> tuple[Outcome, bool]:
+    def _launch_group(self, batch: "ScheduleBatch", group: BatchPart) -> tuple[Outcome, bool]:
         """Launch the round of some requests of a batch; return whether a CUDA graph is replayed."""
         _, reqs, inputs, shape = group
         recordings = self._captures.recordings
@@ -211,9 +212,9 @@ class SMCWorker(WeightUpdates):
         recorded = None if recordings is None else recordings.find(shape)
         played = shape if recorded is None else recorded.shape
         if played.skips_draft and self._round.draft.late_tokens:
-            self._prefill.skip_draft(reqs, inputs.committed)
+            self._prefill.skip_draft(batch, reqs)
         else:
-            self._prefill.catch_up(reqs, inputs.committed)
+            self._prefill.catch_up(batch, reqs)
         resized = self._round.resize(inputs, shape, reqs)
         if recorded is not None:
             outcome = recorded.replay(inputs)

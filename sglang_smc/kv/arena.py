@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 
 INPUT_MARGIN = 5  # SGLang's, between the longest request and its longest input
-#: Most tokens that a draft in plain torch reads in one pass after rounds that drafted nothing.
-LATE_TOKENS = 64
 
 
 def max_tail(config: SMCConfig) -> int:
@@ -53,10 +51,9 @@ def tail_width(config: SMCConfig) -> int:
     """Return the slots in a particle's row, a ring buffer with a power of two of them.
 
     A row is read from the last committed position on, and written up to K + 1 positions beyond the
-    longest tail: rows of particles that have ended are written, too, with the padding slot. A draft
-    that reads tokens late has their slots there.
+    longest tail: rows of particles that have ended are written, too, with the padding slot.
     """
-    return max(LATE_TOKENS, 1 << (1 + max_tail(config) + config.num_steps).bit_length())
+    return 1 << (1 + max_tail(config) + config.num_steps).bit_length()
 
 
 def tail(config: SMCConfig, remaining: int) -> int:

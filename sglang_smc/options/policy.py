@@ -38,6 +38,7 @@ _FEWER = 0.8  # factor of rejections for twice the particles, in modes that veri
 _PRIOR_WEIGHT = 8.0  # of what is expected without counts, in tokens tried and in rounds
 _AGREE = 0.8  # prior chance that two chains of one text go on alike: 0.81 on real text, N = 2
 _MEMORY = 0.98  # decay of counts per round that drafts
+_READ = 64  # tokens of a pass by which the reading of texts is estimated
 _TRIALS = 0.01  # share of the time of plain decoding that trials of drafts may cost
 _FIRST = 32  # rounds of a request after which drafts are judged: a server's warm-up has fewer
 _CHANCES = tuple(tenth / 10 for tenth in range(1, 10))  # that a chain's token is kept, for trials
@@ -372,6 +373,7 @@ class Policy:
         widest: Budget,
         fits: Callable[[Budget], bool] = lambda _: True,
         length: float = 0.0,
+        num_unread: int = 0,
     ) -> None:
         """Set the budget of the next rounds; called once per round.
 
@@ -382,6 +384,7 @@ class Policy:
             widest: the most particles, and the most steps, of any of them.
             fits: returns whether there is memory for a budget.
             length: tokens of a request's sequence, on average.
+            num_unread: tokens that the draft would have to read first, of all requests.
         """
         if self.costs is None:
             return
@@ -392,7 +395,7 @@ class Policy:
         self._considered = batch_size
         self._widest = widest
         self._length = length
-        best = self._wanted(batch_size, widest)
+        best = self._wanted(batch_size, widest, num_unread)
         now = self.budget
         self._drafted.clear()
         if best == now or not fits(best):
@@ -436,7 +439,7 @@ class Policy:
             f"{times:.2f} times as fast as plain decoding"
         )
 
-    def _wanted(self, batch_size: int, widest: Budget) -> Budget:
+    def _wanted(self, batch_size: int, widest: Budget, num_unread: int) -> Budget:
         """Return the best budget, where it gains enough over the one in force, else that."""
         best = self.best(batch_size, widest)
         now = self.budget
@@ -445,11 +448,12 @@ class Policy:
             rate, most = (self._rate(of, batch_size, widest) for of in (now, best))
             gives = now != OFF and best.num_particles > now.num_particles
             best = best if gives or rate < _LEFT * most else now
-        return self._trial(batch_size, widest) if best == OFF else best
+        return self._trial(batch_size, widest, num_unread) if best == OFF else best
 
-    def _trial(self, batch_size: int, widest: Budget) -> Budget:
+    def _trial(self, batch_size: int, widest: Budget, num_unread: int) -> Budget:
         """Return drafts to try, where plain decoding has saved for them or they pay; or OFF.
 
+        A trial takes `_PERIOD` rounds, and first the reading of what the draft has skipped.
         The first trial is not saved for, since a guess alone speaks against it. A trial ends with
         the first `_PERIOD` rounds that yield less than plain decoding. The next one is saved for
         twice as long.
@@ -464,7 +468,18 @@ class Policy:
             self._num_lost = 0 if pays else min(self._num_lost + 1, _RAREST)
             return tried if pays else OFF
         earned = self._num_off * _TRIALS / _PERIOD / 2**self._num_lost
-        return tried if earned >= more else OFF
+        reading = self._seconds_to_read(num_unread, widest) / (_PERIOD * seconds[OFF])
+        return tried if earned >= more + reading else OFF
+
+    def _seconds_to_read(self, num_tokens: int, widest: Budget) -> float:
+        """Return the seconds in which the draft reads texts: those of passes over `_READ` tokens.
+
+        Such a pass is what one more drafted token of as many requests costs.
+        """
+        last = max(widest.num_steps, 1)
+        first = Budget(1, min(last - 1, 1))
+        both = (self._seconds(Budget(1, last), _READ, widest), self._seconds(first, _READ, widest))
+        return max(both[0] - both[1], 0.0) / max(last - 1, 1) * num_tokens / _READ
 
     def _easiest(self, seconds: Mapping[Budget, float], widest: Budget) -> Budget | None:
         """Return the drafts that pay with the least chance of a token; None where none can.

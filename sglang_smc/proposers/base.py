@@ -6,6 +6,7 @@ its own state by KV slot: a slot belongs to one token of one sequence, and the l
 on as particles are resampled. So resampling, cuts and emission need no calls to the proposer.
 """
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
@@ -20,7 +21,6 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_smc import upstream
-from sglang_smc.kv.arena import LATE_TOKENS
 from sglang_smc.models import vocabulary
 from sglang_smc.models.attention import Implementation, ParticleAttention
 from sglang_smc.models.chains import Chains
@@ -30,6 +30,9 @@ from sglang_smc.models.recorder import PassRecording
 from sglang_smc.proposers.hot_tokens import cut_head, lm_head_of, read_map
 from sglang_smc.proposers.layer_choice import LayerChoice
 from sglang_smc.smc.ledger import Ledger, Slots
+
+ANY = sys.maxsize
+"""Tokens that may wait for a draft which reads texts whenever they are needed."""
 
 
 class DraftSlots(Slots):
@@ -158,9 +161,10 @@ class DraftProposer(ABC):
 
     @property
     def late_tokens(self) -> int:
-        """Return how many tokens of a request `catch_up` reads at once, later than in their round.
+        """Return how many tokens of a request are read at once, later than in their round.
 
-        They are of rounds of single chains without drafts. 0: each round's are read in it.
+        They are of rounds of single chains without drafts. 0: each round's are read in it; `ANY`:
+        `read_prompts` reads them as it does prompts, which may wait, too.
         """
         return 0
 
@@ -179,10 +183,6 @@ class DraftProposer(ABC):
 
     def read_without_logits(self, last_two: torch.Tensor, at: DraftSlots) -> None:
         """Read the last tokens in a round without drafts; arguments as in `first_logits`."""
-        return None
-
-    def catch_up(self, chains: Chains) -> None:
-        """Read committed tokens of rounds without drafts, up to `late_tokens` of each request."""
         return None
 
     def read_deferred(self, rows: Sequence[int | None]) -> bool:
@@ -213,7 +213,7 @@ class LanguageModel(DraftProposer):
 
     The last draft token is not run in its own round: if it is kept, the next round runs it together
     with the token after it, in one pass. Rounds of single chains without drafts do not run the
-    model: one pass reads the tokens of K + 1 of them, in plain torch of `arena.LATE_TOKENS`.
+    model, nor do their prompts: it reads their texts once drafts are asked for.
 
     Tokens of the target alone, and all but ``hot`` ones, get -inf, so that they are never drafted:
     as for any token outside of q's support, p's mass there is left to bonus tokens and to
@@ -248,9 +248,7 @@ class LanguageModel(DraftProposer):
         assert context.draft is not None
         num_missing = vocabulary.num_missing(context.target, context.draft)
         tails = context.ledger.tails
-        late = LATE_TOKENS if context.kernels == "torch" else 0
-        columns = max(late, context.num_columns)
-        forward = ParticleForward(runner, tails, context.kernels, columns)
+        forward = ParticleForward(runner, tails, context.kernels, context.num_columns)
         context.fuse(forward)
         return cls(forward, runner, num_missing, vars(runner.model).get("hot_token_id"))
 
@@ -269,7 +267,7 @@ class LanguageModel(DraftProposer):
 
     @property
     def late_tokens(self) -> int:
-        return self.forward.max_columns
+        return ANY
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         return self._logits(last_two, at, 0)  # the first of both may not have been run
@@ -278,7 +276,7 @@ class LanguageModel(DraftProposer):
         return self._logits(tokens.unsqueeze(2), at, step + 1)
 
     def read_without_logits(self, last_two: torch.Tensor, at: DraftSlots) -> None:
-        if last_two.shape[1] > 1:  # else `catch_up` does
+        if last_two.shape[1] > 1:  # else it reads them later
             self.first_logits(last_two, at)
 
     def _logits(self, tokens: torch.Tensor, at: DraftSlots, first: int) -> torch.Tensor:
@@ -292,9 +290,6 @@ class LanguageModel(DraftProposer):
         if self._missing <= 0:
             return tokens
         return tokens.clamp_max(self._runner.model_config.vocab_size - 1)
-
-    def catch_up(self, chains: Chains) -> None:
-        self.forward.write_keys(chains._replace(tokens=self._readable(chains.tokens)))
 
     def recorded(self, recording: PassRecording) -> DraftProposer:
         recorded = copy(self)

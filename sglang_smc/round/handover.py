@@ -32,14 +32,14 @@ class Handover:
     stream: Any = None  # of the last batch
 
     def finish(self, req: Req) -> None:
-        """Have the draft read a finished sequence, and keep its last slot out of the radix cache.
+        """Let the draft have done with a finished sequence; keep its last slot out of the cache.
 
         The draft would read the last token only in a further round. Both models have read all
         tokens that the cache already owns, in a prefill.
         """
-        if (state := find_state(req)) is not None and state.num_read is not None:
+        if self.prefill.is_behind(req):
             with self._after_rounds():
-                self.prefill.catch_up([req])
+                self.prefill.finish(req)
         if len(req.output_ids) > 1:
             kv = upstream.kv_of(req)
             kv.kv_committed_len = max(kv.kv_committed_len - 1, kv.cache_protected_len)
@@ -55,7 +55,15 @@ class Handover:
             return
         with self._after_rounds():
             row = self.table[kv.req_pool_idx]
-            order(row[start:end], kv.kv_committed_len - start, self.pools if keeps else ())
+            buffers = self._buffers() if keeps else ()
+            order(row[start:end], kv.kv_committed_len - start, buffers)
+
+    def _buffers(self) -> Iterator[torch.Tensor]:
+        """Yield what the pools have for each slot, and its mark."""
+        for pool in self.pools:
+            yield from kv_buffers(pool)
+        if self.prefill.unread is not None:
+            yield self.prefill.unread.marks
 
     @contextmanager
     def _after_rounds(self) -> Iterator[None]:
@@ -66,18 +74,18 @@ class Handover:
         device.current_stream().wait_stream(self.stream)
 
 
-def order(row: torch.Tensor, num_kept: int, pools: Iterable[Any]) -> None:
+def order(row: torch.Tensor, num_kept: int, buffers: Iterable[torch.Tensor]) -> None:
     """Sort the slots of a part of a row, and move the KV of its first tokens to the new ones.
 
     Args:
         row: ``[A]`` int32 of `req_to_token`, the slots of whole pages.
         num_kept: its first tokens; KV in the other slots is overwritten.
+        buffers: ``[slots, ...]`` each, of KV, as `move` takes them.
     """
     slots = row.long()
     ordered = slots.sort().values
-    for pool in pools:
-        for buffer in kv_buffers(pool):
-            move(buffer, slots[:num_kept], ordered[:num_kept])
+    for buffer in buffers:
+        move(buffer, slots[:num_kept], ordered[:num_kept])
     row.copy_(ordered)
 
 

@@ -9,11 +9,13 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_smc.kv.report import MemorySizes, Table
 from sglang_smc.kv.sizes import slot_bytes, tensor_bytes
+from sglang_smc.kv.unread import UnreadSlots
 from sglang_smc.models.supported import check_layers, heads_of
 from sglang_smc.ops import TORCH, ops_of
 from sglang_smc.ops import kind_of as kind_of_ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers import assembly as drafts
+from sglang_smc.proposers.base import ANY
 from sglang_smc.proposers.ngram import Corpus
 from sglang_smc.round.batch import Tables
 from sglang_smc.round.costs import rehearse
@@ -21,7 +23,7 @@ from sglang_smc.round.play import ServedRound
 from sglang_smc.round.prefill import Prefill
 from sglang_smc.smc.ops import Ops
 from sglang_smc.state.request import RequestStates
-from sglang_smc.upstream import experts_of_passes, is_gated_delta
+from sglang_smc.upstream import experts_of_passes, is_gated_delta, resolved
 
 
 def operations(
@@ -92,7 +94,12 @@ def assemble(
         check_layers(draft.model_runner, blocks=proposer.is_block)
     rehearse(passes, proposer, tables.ledger, tables.ops)
     begin = passes.init_from_prompt
-    prefill = Prefill(target, proposer, states, tables, begin)
+    options = resolved(target.server_args)
+    may_skip = proposer.late_tokens == ANY and not options.enable_hierarchical_cache
+    unread = UnreadSlots(tables.ledger.table, len(tables.ledger.rank)) if may_skip else None
+    prefill = Prefill(target, proposer, states, tables, begin, unread)
+    if (size := options.chunked_prefill_size) and size > 0:
+        prefill.chunk_size = size
     return prefill, ServedRound(passes, proposer, tables, corpus, routed)
 
 

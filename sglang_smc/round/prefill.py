@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -15,31 +15,27 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
 )
-from sglang.srt.runtime_context import get_schedule
 
+from sglang_smc.kv.sizes import tensor_bytes
 from sglang_smc.kv.transfer import on_device
-from sglang_smc.models.chains import Chains
-from sglang_smc.options.request import Budget
+from sglang_smc.kv.unread import UnreadSlots
+from sglang_smc.options.request import OFF, Budget
 from sglang_smc.proposers.base import DraftProposer
 from sglang_smc.round.batch import Tables
 from sglang_smc.round.result import SMCDraftInput, as_eagle
 from sglang_smc.rules.registry import TextRules
 from sglang_smc.smc.distribution import sample
 from sglang_smc.smc.edits import Edits
-from sglang_smc.smc.ledger import KVLocations
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.settings import BatchSettings
 from sglang_smc.state.edits import has_edits
 from sglang_smc.state.failures import failure_of_first, mark_first
 from sglang_smc.state.logprobs import logprob_distribution, reported_temperature
 from sglang_smc.state.metrics import fidelity_of
-from sglang_smc.state.request import RequestStates, state_of
+from sglang_smc.state.request import RequestStates, find_state, state_of
 from sglang_smc.state.settings import is_greedy, uses_filters
-from sglang_smc.state.texts import has_open_token, skip_draft, take_unread
+from sglang_smc.state.texts import has_open_token, skip_draft, skip_prompt, take_unread
 from sglang_smc.upstream import holds_kv, kv_of
-
-_LONGEST_CHUNK = 8192  # tokens of transferred texts that the draft reads in one pass
-_AT_ONCE = 32  # requests of a pass in `Prefill.catch_up`, which has logits for each token
 
 
 def chunks(
@@ -62,24 +58,24 @@ def chunks(
         yield spans
 
 
-class Backlog(NamedTuple):
-    """Tokens of a request that the draft has yet to read."""
-
-    group: int  # the request's index in the batch
-    row: int | None  # in `req_to_token`
-    start: int  # position of the first token
-    tokens: list[int]
-
-
 @dataclass(eq=False)
 class Prefill:
-    """Prefill of prompts with the target and the proposer."""
+    """Prefill of prompts with the target and the proposer.
+
+    Attributes:
+        unread: marks of slots that the draft has skipped; None where it reads all texts that the
+            radix cache gets: a head, which needs states of the target's own pass, or one whose KV
+            goes to the host and to files, without marks.
+    """
 
     _target: TpModelWorker
     _draft: DraftProposer
     _states: RequestStates  # starts requests on the host
     _tables: Tables  # state of requests on the device
     _init_from_prompt: Callable[[ScheduleBatch], None]  # the target's, see `ParticleForward`
+    unread: UnreadSlots | None
+    chunk_size: int = 8192  # tokens that the draft reads in one pass behind the target
+    _last: ScheduleBatch | None = None  # of which `_read_texts` takes what does not change
 
     def run(self, batch: ScheduleBatch, budget: Budget | None) -> GenerationBatchResult:
         """Prefill a batch of prompts; the target's first token is an exact sample."""
@@ -99,69 +95,92 @@ class Prefill:
         # Used only here: SGLang would copy the hidden states to the host.
         states = output.hidden_states
         output.hidden_states = None
-        draft_logits = self._draft.read_prompts(batch, forward_batch, states)
+        skips = self._skips_prompts(batch, budget)
+        draft_logits = None
+        if not skips:
+            draft_logits = self._draft.read_prompts(batch, forward_batch, states)
+        if self.unread is not None:
+            assert batch.out_cache_loc is not None, "SGLang allocates it for prompts"
+            self.unread.mark(batch.out_cache_loc, unread=skips)
         if draws:
             self._init_from_prompt(batch)
             tokens, failure = self.begin(batch, output, draft_logits, budget)
+            for req in batch.reqs if skips else ():
+                skip_prompt(req)
             result.next_token_ids = mark_first(tokens, failure)
         assert isinstance(result.next_token_ids, torch.Tensor), "the same"
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = as_eagle(SMCDraftInput(result.next_token_ids))
         return result
 
-    def skip_draft(self, reqs: list[Req], committed: torch.Tensor) -> None:
-        """Leave a round's tokens to a later pass of the draft, over `late_tokens` of a request.
+    @property
+    def unread_bytes(self) -> int:
+        """Return the bytes of the marks of unread tokens."""
+        return 0 if self.unread is None else tensor_bytes(self.unread.marks)
 
-        Arguments as in `catch_up`.
-        """
+    def _skips_prompts(self, batch: ScheduleBatch, budget: Budget | None) -> bool:
+        """Return whether the draft leaves prompts for later, if it is ever to draft after them."""
+        if self.unread is None:
+            return False
+        # The draft cannot go on from a prefix with unread tokens: it reads those first.
+        if self.unread.has_some and any(batch.prefix_lens or ()):
+            return True
+        return all(self._states.sizes_on(req, budget) == OFF for req in batch.reqs)
+
+    def skip_draft(self, batch: ScheduleBatch, reqs: list[Req]) -> None:
+        """Leave a round's tokens to a later pass of the draft, over `late_tokens` of a request."""
+        self._last = batch
         if max(map(skip_draft, reqs)) >= self._draft.late_tokens:
-            self.catch_up(reqs, committed)
+            self.catch_up(batch, reqs)
             for req in reqs:
                 skip_draft(req)
 
-    def catch_up(self, reqs: list[Req], committed: torch.Tensor | None = None) -> None:
-        """Run the draft over the tokens of rounds that it has skipped.
+    def catch_up(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
+        """Run the draft over the tokens that it has skipped.
 
         Args:
-            reqs: of which some may have such tokens.
-            committed: ``[G]`` their KV slots of emitted tokens; None where no round follows.
+            batch: any of the server, of whose requests some may be ``reqs``.
         """
+        self._last = batch
         # One that ended as the result before this round was read has given its row back.
-        behind = [
-            Backlog(group, kv_of(req).req_pool_idx, *take_unread(req))
-            for group, req in enumerate(reqs)
-            if holds_kv(req) and state_of(req).num_read is not None
-        ]
-        if behind and self._draft.read_deferred([one.row for one in behind]):
+        behind = [req for req in reqs if holds_kv(req) and state_of(req).num_read is not None]
+        if not behind:
             return
-        ledger = self._tables.ledger
-        backlogs = [one for one in behind if one.tokens]
-        for part in (backlogs[i : i + _AT_ONCE] for i in range(0, len(backlogs), _AT_ONCE)):
-            places = [(one.group, one.row, one.start) for one in part]
-            groups, rows, starts = on_device(ledger.device, places).unbind(1)
-            self._read_committed(rows, starts, [one.tokens for one in part])
-            if committed is not None:
-                ledger.reenter(rows, committed[groups] - 1, torch.ones_like(rows), 1)
+        spans = list(map(take_unread, behind))
+        rows = [kv_of(req).req_pool_idx for req in behind]
+        if self._draft.read_deferred(rows):
+            return
+        starts = [start for start, _ in spans]
+        if self.unread is not None and min(starts) == 0:
+            prompts = [len(req.origin_input_ids) for req in behind]
+            found = self.unread.firsts(rows, prompts)
+            starts = list(map(max, starts, found))
+        self._read_texts(batch, behind, starts, [end for _, end in spans])
 
-    def _read_committed(
-        self, rows: torch.Tensor, starts: torch.Tensor, tokens: list[list[int]]
-    ) -> None:
-        """Run the draft over tokens from ``starts`` ``[R]`` on, `late_tokens` at a time."""
-        # There are more where the host is a round behind.
-        ledger = self._tables.ledger
-        width = self._draft.late_tokens
-        longest = max(map(len, tokens))
-        device = ledger.device
-        particle_rows = ledger.particle_rows(rows, 1)
-        padded = on_device(device, [of + [0] * (longest - len(of)) for of in tokens])  # [R, L]
-        lengths = on_device(device, [len(of) for of in tokens])
-        for done, some in zip(range(0, longest, width), padded.split(width, 1), strict=True):
-            first = starts + done
-            slots = ledger.reenter(rows, first, lengths - done, some.shape[1])
-            locations = KVLocations(rows, first, particle_rows, max_tail=some.shape[1])
-            chains = Chains(some.unsqueeze(1), first.unsqueeze(1), slots.unsqueeze(1), locations)
-            with torch.no_grad():
-                self._draft.catch_up(chains)
+    def is_behind(self, req: Req) -> bool:
+        """Return whether `finish` has anything to do."""
+        state = find_state(req)
+        if state is None:
+            return False
+        # Slots without a mark to be may have the mark of a text before.
+        has_marks = self.unread is not None and self.unread.has_some
+        return state.num_read is not None or has_marks
+
+    def finish(self, req: Req) -> None:
+        """Mark a finished sequence for the radix cache, or have the draft read the rest of it."""
+        if self.unread is None:
+            assert self._last is not None, "a round was played"
+            self.catch_up(self._last, [req])
+            return
+        num_read = state_of(req).num_read
+        kv = kv_of(req)
+        row = kv.req_pool_idx
+        assert row is not None, "it gives its row back after this"
+        start = kv.cache_protected_len  # marked as the prompt was read
+        end = kv.kv_committed_len
+        place = end if num_read is None else min(max(num_read, start), end)
+        self.unread.mark_row(row, start, place, unread=False)
+        self.unread.mark_row(row, place, end, unread=True)
 
     def begin(
         self,
@@ -214,7 +233,7 @@ class Prefill:
         """
         reqs = batch.reqs
         rows = batch.req_pool_indices
-        self._read_transferred(batch)
+        self._read_texts(batch, reqs, batch.prefix_lens, batch.seq_lens_cpu.tolist())
         tokens = [req.output_ids.pop() for req in reqs]  # as in a prefill here
         settings, num_emitted, carried = self._start(reqs, rows, budget)
         TextRules.begin(reqs, self._tables.requests.vocab_size, rows.device)
@@ -225,35 +244,42 @@ class Prefill:
         if batch.return_logprob:
             self._tables.particles.logprobs.prepare(batch)
 
-    def _read_transferred(self, batch: ScheduleBatch) -> None:
-        """Run the draft over the texts ``[0, seq_len)`` of a decode server's new requests."""
-        size = get_schedule().chunked_prefill_size
-        most = size if size and size > 0 else _LONGEST_CHUNK
-        texts = [[*req.origin_input_ids, *req.output_ids] for req in batch.reqs]
-        table = batch.req_to_token_pool.req_to_token
-        device = batch.device
+    def _read_texts(
+        self, batch: ScheduleBatch, reqs: Sequence[Req], starts: Sequence[int], ends: Sequence[int]
+    ) -> None:
+        """Run the draft over the tokens ``[start, end)`` of requests; their rows have the slots.
+
+        Args:
+            batch: gives what of a batch does not depend on its requests.
+        """
+        texts = [[*req.origin_input_ids, *req.output_ids] for req in reqs]
+        table = self._tables.ledger.table
+        device = table.device
         part = copy(batch)
         target = cast(ForwardBatch, None)  # heads alone read the target's pass
         part.forward_mode = ForwardMode.EXTEND
         part.spec_info = None
-        for spans in chunks(batch.prefix_lens, batch.seq_lens_cpu.tolist(), most):
-            which, starts, ends = map(list, zip(*spans, strict=True))
-            part.reqs = [batch.reqs[group] for group in which]
-            rows = [req.kv.req_pool_idx for req in part.reqs]
+        for spans in chunks(starts, ends, self.chunk_size):
+            which, firsts, lasts = map(list, zip(*spans, strict=True))
+            part.reqs = [reqs[group] for group in which]
+            rows = [kv_of(req).req_pool_idx for req in part.reqs]
             ids = [token for group, start, end in spans for token in texts[group][start:end]]
-            slots = [table[row, s:e] for row, s, e in zip(rows, starts, ends, strict=True)]
+            slots = [table[row, s:e] for row, s, e in zip(rows, firsts, lasts, strict=True)]
             part.req_pool_indices_cpu = torch.tensor(rows)
-            part.seq_lens_cpu = torch.tensor(ends)
-            part.req_pool_indices, part.seq_lens = on_device(device, [rows, ends]).unbind(0)
+            part.seq_lens_cpu = torch.tensor(lasts)
+            part.req_pool_indices, part.seq_lens = on_device(device, [rows, lasts]).unbind(0)
             part.orig_seq_lens = part.seq_lens
-            part.seq_lens_sum = sum(ends)
-            part.prefix_lens = starts
+            part.seq_lens_sum = sum(lasts)
+            part.prefix_lens = firsts
             part.extend_num_tokens = len(ids)
             part.extend_lens = [len(found) for found in slots]
             part.extend_logprob_start_lens = [0] * len(which)
             part.input_ids = on_device(device, ids)
             part.out_cache_loc = torch.cat(slots).long()
+            part.multimodal_inputs = [None] * len(which)
             self._draft.read_prompts(part, target, None)
+            if self.unread is not None:
+                self.unread.mark(part.out_cache_loc, unread=False)
 
     def _start(
         self, reqs: list[Req], rows: torch.Tensor, budget: Budget | None

@@ -141,25 +141,6 @@ class Ledger:
         found = torch.cat([before, slots], dim=2).long().permute(2, 0, 1).contiguous()
         return found, positions.permute(2, 0, 1), targets
 
-    def reenter(
-        self, rows: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, width: int
-    ) -> torch.Tensor:
-        """Enter slots of committed tokens in the row of each request's first particle.
-
-        Args:
-            rows, starts, lengths: ``[G]`` int64 requests, the first position, and how many.
-            width: the most of them.
-
-        Returns:
-            Slots ``[G, width]`` int64, padded with slot 0.
-        """
-        column = torch.arange(width, device=rows.device)
-        places = starts.unsqueeze(1) + column
-        inside = column < lengths.unsqueeze(1)
-        slots = self.table[rows.unsqueeze(1), places.where(inside, 0)].where(inside, 0)
-        self.tails[self.particle_rows(rows, 1), self.in_ring(places)] = slots
-        return slots.long()
-
     def descend(
         self, rows: torch.Tensor, committed: torch.Tensor, ancestors: torch.Tensor, max_tail: int
     ) -> None:

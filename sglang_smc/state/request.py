@@ -66,7 +66,7 @@ class RequestState(msgspec.Struct):
     kept: dict[type, Any] = msgspec.field(default_factory=dict)
     was_reduced: bool = False  # some round verified, where the budget left one particle
     drafts: CorrectDrafts = msgspec.field(default_factory=CorrectDrafts)
-    num_read: int | None = None  # tokens that the draft has read, where it has skipped rounds
+    num_read: int | None = None  # tokens that the draft has read, where it has skipped some
     count_thoughts: Count | None = None  # SGLang's counter, once it has counted a token
 
     @classmethod
@@ -234,6 +234,11 @@ class RequestStates:
     def begin(self, reqs: list[Req], budget: Budget | None = None) -> list[Start]:
         """Start or restart requests as they are prefilled, in batch order, on ``budget``."""
         return [self._begin(req, budget) for req in reqs]
+
+    def sizes_on(self, req: Req, budget: Budget | None) -> Budget:
+        """Return the N and K of a request on ``budget``, before it begins."""
+        found = apply_budget(config_of(self._config, req), budget)
+        return Budget(found.num_particles, found.num_steps)
 
     def _begin(self, req: Req, budget: Budget | None) -> Start:
         state = find_state(req)

@@ -39,6 +39,8 @@ def with_output(req: Req, output_ids: Sequence[int]) -> Any:
 def skip_draft(req: Req) -> int:
     """Note that the draft does not read the token of a round; return how many it has skipped.
 
+    More than these where it has not read all of the prompt, which `skip_prompt` notes.
+
     A round before may have left the last two tokens unread. Those before them are on the host when
     drafting resumes, possibly one round late.
     """
@@ -51,16 +53,28 @@ def skip_draft(req: Req) -> int:
     return num_tokens - 1 - state.num_read
 
 
-def take_unread(req: Req) -> tuple[int, list[int]]:
-    """Return the position and ids of the tokens, but the last, that the draft has skipped.
+def skip_prompt(req: Req) -> None:
+    """Note that the draft has yet to read some of a prompt, which `kv.unread` has marked."""
+    state_of(req).num_read = 0
 
-    The host may be a round behind; the next round's first pass reads its last two tokens anyway.
+
+def num_unread(req: Req) -> int:
+    """Return how many tokens the draft has yet to read, at most."""
+    num_read = state_of(req).num_read
+    return 0 if num_read is None else len(req.origin_input_ids) + len(req.output_ids) - num_read
+
+
+def take_unread(req: Req) -> tuple[int, int]:
+    """Return the span of a text that the draft has yet to read, as its start and its end.
+
+    It ends with the last token but one that is known, or with what prefill has read. The host may
+    be a round behind; the next round's first pass reads its last two tokens anyway.
     """
     state = state_of(req)
-    prompt = len(req.origin_input_ids)
     start = state.num_read or 0
     state.num_read = None
-    return start, shared_ids(req)[start - prompt : -1]
+    num_known = max(len(shared_ids(req)) - 1, state.num_prefilled)
+    return start, len(req.origin_input_ids) + num_known
 
 
 def tails_of(req: Req, population: Population, group: int) -> list[list[int]]:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool_programs import CONFIGS, PoolProgram
 
+from sglang_smc.kv.sizes import kv_buffers
 from sglang_smc.ops import TORCH
 from sglang_smc.options.request import OFF, Budget, budgets
 from sglang_smc.options.server import SMCConfig
@@ -51,7 +52,7 @@ def test_long_programs(
     for _ in range(400 if request.config.getoption("--nightly") else 100):
         program.act()
     if config.num_particles > 1 and config.max_lag > 1:
-        assert len(program.seen) == 8
+        assert len(program.seen) == 9
         often = {what for what, count in program.seen.items() if count > 2}
         assert often == {what for what in program.seen if adapts or "particles" not in what}
 
@@ -89,7 +90,7 @@ def test_a_row_in_the_order_of_pages_keeps_the_kv_of_its_text(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handover, "_MOST_COPIED", rng.choice([1, 3 * len(slots), 1 << 24]))
         row = torch.tensor(slots, dtype=torch.int32)
-        handover.order(row, num_kept, pools)
+        handover.order(row, num_kept, [own for pool in pools for own in kv_buffers(pool)])
     ordered = row.long()
     assert sorted(slots) == ordered.sort().values.tolist()
     numbers, places = ordered.view(num_owned, page) // page, ordered % page

@@ -17,7 +17,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from toy_request import PROMPT
-from toy_worker import Language, SlotModel, ToyWorker
+from toy_worker import Language, SlotModel, ToyDraft, ToyWorker
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -33,7 +33,7 @@ from sglang_smc import upstream
 from sglang_smc.models.chains import Chains
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches.request_state import update_finish_state
-from sglang_smc.proposers.base import DraftSlots, LanguageModel
+from sglang_smc.proposers.base import DraftSlots
 from sglang_smc.proposers.dflash import BlockHead
 from sglang_smc.proposers.eagle3 import EagleHead
 from sglang_smc.proposers.ngram import Corpus, UniformDraft
@@ -134,7 +134,7 @@ class HeadSlots(CheckpointSlots):
         return found.view(*tokens.shape[:2], 1, -1)
 
 
-class HeadDrafts(LanguageModel):
+class HeadDrafts(ToyDraft):
     """Drafts by a head, through the calls that a language model gets."""
 
     least_temperature = EagleHead.least_temperature
@@ -143,10 +143,6 @@ class HeadDrafts(LanguageModel):
         slots: Any = self.forward
         slots.anchors = at.positions[1]
         return super().first_logits(last_two, at)
-
-    def catch_up(self, chains: Chains) -> None:
-        slots: Any = self.forward  # whose law reads whole texts, and has nothing behind
-        slots.read(chains.tokens, chains.slots)
 
 
 class CheckpointRounds(ToyWorker):

@@ -20,6 +20,7 @@ from sglang_smc.ops import TORCH
 from sglang_smc.options.request import Budget, config_of
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.smc.ops import Ops
+from sglang_smc.state.texts import skip_prompt
 
 EOS, VOCAB, LONGEST = 0, 3, 34
 CONFIGS = {
@@ -49,8 +50,16 @@ class CheckedSlots(SlotModel):
         self._tokens[slots] = torch.tensor(text)
         self._hashes[slots] = self.hashes_of(torch.tensor(text))
 
+    def read_on(self, slots: torch.Tensor, text: list[int]) -> None:
+        super().read_on(slots, text)
+        self._hashes[slots] = self.hashes_of(torch.tensor(text))[-len(slots) :]
+
+    def has_read(self, slots: torch.Tensor, text: list[int]) -> torch.Tensor:
+        """Return in which slots the KV is that of a text, ``[L]`` bool."""
+        return self._hashes[slots] == self.hashes_of(torch.tensor(text))
+
     def has_text(self, slots: torch.Tensor, text: list[int]) -> bool:
-        return torch.equal(self._hashes[slots], self.hashes_of(torch.tensor(text)))
+        return bool(self.has_read(slots, text).all())
 
     def chain_logits(self, chains: Chains) -> torch.Tensor:
         logits = super().chain_logits(chains)
@@ -134,9 +143,16 @@ class PoolProgram(ToyWorker):
         """Prefill a request, which may have an output."""
         text = [*PROMPT, *req.output_ids]
         req.kv_committed_len = self.committed[req.row] = len(text)
-        for model in (self.target, self.draft):
-            model.read_text(self.table[req.row, : len(text)].long(), text)
+        slots = self.table[req.row, : len(text)].long()
+        self.target.read_text(slots, text)
+        skips = self.rng.random() < 0.3  # as under a budget without drafts
+        self.seen["prompt skipped"] += skips
+        if not skips:
+            self.draft.read_text(slots, text)
+        self.worker._prefill.unread.mark(slots, unread=skips)
         self.prefill([req], tuple(req.output_ids))
+        if skips:
+            skip_prompt(req)
         self.running[req.row] = req
         if self.has_ended(req):
             self.stop(req)
@@ -195,10 +211,11 @@ class PoolProgram(ToyWorker):
         self.note(result, group, req)
         self.take(result, group, req)
         self.check_read(self.target, req, None)
-        self.check_read(self.draft, req, req.smc_state.num_read or -1)
+        num_read = req.smc_state.num_read
+        self.check_read(self.draft, req, -1 if num_read is None else num_read)
         if self.has_ended(req) or result.outcome.failure[group] > 0:
-            self.worker._prefill.catch_up([req])
-            self.check_read(self.draft, req, -1)
+            self.worker._prefill.finish(req)
+            self.check_marks(req)
             self.stop(req)
 
     def check_read(self, model: Any, req: ToyRequest, end: int | None) -> None:
@@ -206,6 +223,13 @@ class PoolProgram(ToyWorker):
         text = [*PROMPT, *req.output_ids][: req.kv_committed_len][:end]
         slots = self.table[req.row, : len(text)].long()
         assert model.has_text(slots, text), "KV of the emitted text is lost"
+
+    def check_marks(self, req: ToyRequest) -> None:
+        """See that the draft has read what is not marked, where the radix cache takes a text."""
+        text = [*PROMPT, *req.output_ids][: req.kv_committed_len][:-1]
+        slots = self.table[req.row, : len(text)].long()
+        marked = self.worker._prefill.unread.marks[slots].bool()
+        assert self.draft.has_read(slots, text)[~marked].all(), "unread, and without a mark"
 
     def note(self, result: Any, group: int, req: ToyRequest) -> None:
         state, tails = (

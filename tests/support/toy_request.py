@@ -68,7 +68,7 @@ class ToyRequest:
         self.vocab_size = vocab_size
         self.grammar = grammar
         self.tokenizer = Letters(vocab_size)
-        self.kv_committed_len = len(PROMPT)
+        self.kv_committed_len = self.cache_protected_len = len(PROMPT)
         self.kv = self  # in the oldest release these lengths are the request's own, later its kv's
         self.return_logprob, self.lora_id = False, None
         self.logprob: Any = None

@@ -17,6 +17,7 @@ from toy_request import PROMPT, ToyRequest
 
 from sglang_smc import upstream
 from sglang_smc.kv import arena
+from sglang_smc.kv.unread import UnreadSlots
 from sglang_smc.models.chains import Chains
 from sglang_smc.ops import TORCH
 from sglang_smc.options.request import Budget, config_of
@@ -78,6 +79,10 @@ class SlotModel:
     def prefill(self, slots: torch.Tensor) -> None:
         self._tokens[slots] = torch.tensor(PROMPT, device=slots.device).expand_as(slots)
 
+    def read_on(self, slots: torch.Tensor, text: list[int]) -> None:
+        """Write the KV of the end of a text, which other slots have the beginning of."""
+        self._tokens[slots] = torch.tensor(text[-len(slots) :], device=slots.device)
+
     def next_logits(self, chains: Chains) -> torch.Tensor:
         return self.chain_logits(chains)[:, :, -1]
 
@@ -89,9 +94,6 @@ class SlotModel:
         self._tokens[slots] = chains.tokens.flatten(1).gather(1, first)
         contexts = self.contexts(chains).flatten(1).gather(1, first)
         return self.language.logits[contexts.view_as(chains.tokens)]
-
-    def write_keys(self, chains: Chains) -> None:
-        self.chain_logits(chains)
 
     def contexts(self, chains: Chains) -> torch.Tensor:
         """Contexts ``[G, N, C]`` of the texts up to each token of a chain."""
@@ -123,6 +125,18 @@ class Outcome(NamedTuple):
     num_resampled: int
     num_all_zero: int
     fidelity: torch.Tensor  # [G, 4]
+
+
+class ToyDraft(LanguageModel):
+    """A draft model over a toy's slots, which reads texts that rounds have skipped."""
+
+    def read_prompts(self, batch: Any, target: Any, states: Any) -> torch.Tensor:
+        toy: Any = self.forward
+        slots = batch.out_cache_loc.split(batch.extend_lens)
+        for req, start, own in zip(batch.reqs, batch.prefix_lens, slots, strict=True):
+            text = [*req.origin_input_ids, *req.output_ids]
+            toy.read_on(own, text[: start + len(own)])
+        return torch.empty(0)
 
 
 class ToyWorker:
@@ -186,13 +200,14 @@ class ToyWorker:
         for model in models:
             model.tails = tables.ledger.tails
             model.max_columns = config.num_steps + 1
-        drafts = LanguageModel(models[1], nobody)
+        drafts = ToyDraft(models[1], nobody)
         worker._corpus = self.corpus
         worker._round = ServedRound(models[0], drafts, tables, self.corpus)
         worker._states = RequestStates(config, random_seed=0, runners=self.runners)
         # Nothing of `Prefill.run` is called here but `begin`.
         of_torch = tables._replace(ops=TORCH)
-        worker._prefill = Prefill(nobody, drafts, worker._states, of_torch, nobody)
+        unread = UnreadSlots(self.table, num_slots)
+        worker._prefill = Prefill(nobody, drafts, worker._states, of_torch, nobody, unread)
         worker.monitor = Monitor(40)
         return worker
 

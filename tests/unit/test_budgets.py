@@ -125,7 +125,9 @@ def matches(row: float) -> Costs:
     return Costs(Curve(((1, 1e-9),)), Curve(((1, 1.0), (1001, 1.0 + 1000 * row))))
 
 
-def race(policy: Policy, batch_size: int, chance: float, number: int) -> tuple[float, list[Budget]]:
+def race(
+    policy: Policy, batch_size: int, chance: float, number: int, num_unread: int = 0
+) -> tuple[float, list[Budget]]:
     """Rounds that keep each token with that chance: their speed over plain decoding's, and sizes.
 
     As under the overlap schedule, results of a round come after the choice of the next one.
@@ -137,7 +139,7 @@ def race(policy: Policy, batch_size: int, chance: float, number: int) -> tuple[f
         draws = [[rng.random() < chance for _ in range(now.num_steps)] for _ in range(batch_size)]
         kept = [[*drawn, False].index(False) for drawn in draws]
         tokens, seconds = tokens + sum(kept) + batch_size, seconds + cost(policy, batch_size, now)
-        policy.choose(batch_size, TOP)
+        policy.choose(batch_size, TOP, num_unread=num_unread)
         for budget, num_kept in late:
             policy.learn(budget, num_kept)
         policy.end_round()
@@ -202,6 +204,19 @@ def test_trials_are_of_drafts_that_can_pay() -> None:
     hopeless = Policy(Budget(1, 1), RoundCosts({Budget(1, 1): Curve(((1, 2.1),)), OFF: ONE}))
     _, seen = race(hopeless, 1, 0.99, 100)
     assert set(seen) == {OFF}
+
+
+def test_trials_save_for_the_texts_that_a_draft_has_yet_to_read() -> None:
+    """Red where a trial of long texts costs more than its share."""
+    waits = []
+    for num_unread in (0, 12_800):
+        policy = long_drafts_alone_pay()
+        race(policy, 1, 0.1, 5 * PATIENT)
+        assert policy.budget == OFF
+        _, seen = race(policy, 1, 0.1, 20_000, num_unread)
+        waits.append(next(index for index, budget in enumerate(seen) if budget != OFF))
+    # Passes over 64 tokens cost 1.3 / 7 rounds; 200 of them come on top of 8 rounds, each of 2.5.
+    assert waits[1] / waits[0] == pytest.approx(1 + 200 * 1.3 / 7 / 8 / 2.5, rel=0.05)
 
 
 def test_no_particles_are_taken_that_plain_decoding_beats() -> None:

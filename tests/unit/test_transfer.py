@@ -100,13 +100,13 @@ def test_a_gpu_hands_no_memory_out_that_a_late_copy_reads(kind: str) -> None:
 def test_the_next_request_of_a_row_waits_for_the_drafts_last_pass_over_it() -> None:
     """Else it would read, and write, slots that are another request's by then."""
     device = mock.MagicMock()
-    rows = Handover(device, torch.empty(0), [], page_size=1, device="cuda", stream="rounds")
-    behind = mock.patch("sglang_smc.round.handover.find_state", return_value=mock.Mock(num_read=3))
-    with behind, mock.patch.object(torch, "get_device_module", return_value=device):
+    rows = Handover(device.prefill, torch.empty(0), [], page_size=1, device="cuda", stream="rounds")
+    with mock.patch.object(torch, "get_device_module", return_value=device):
         rows.finish(mock.Mock(output_ids=[1]))
-    _, entered, caught_up, left, _, waited = (name for name, *_ in device.mock_calls)
+    names = [name for name, *_ in device.mock_calls]
+    _, _, _, entered, read, left, _, waited = names
     assert (entered, left) == ("stream().__enter__", "stream().__exit__")
-    assert (caught_up, waited) == ("catch_up", "current_stream().wait_stream")
+    assert (read, waited) == ("prefill.finish", "current_stream().wait_stream")
 
 
 def copy(gpu: FakeGPU, result: GenerationBatchResult, *, return_logprob: bool) -> None:
@@ -153,6 +153,7 @@ def prefilled(**options: Any) -> GenerationBatchResult:
     draft.read_prompts.return_value = logits
     own = worker.worker._prefill
     own._target, own._draft, own._init_from_prompt = target, draft, mock.Mock()
+    own.unread = None
     batch = worker.batch([worker.make_request(row) for row in (1, 2)])
     batch.is_prefill_only, batch.hicache_consumer_index = False, -1
     return own.run(batch, None)
