@@ -8,7 +8,7 @@ import triton.language as tl
 
 from sglang_smc.kernels.randomness import _mix
 from sglang_smc.kernels.reweight import _members
-from sglang_smc.kernels.tensors import contiguous
+from sglang_smc.kernels.tensors import as_float, contiguous
 
 _BLOCK = tl.constexpr(64)  # tokens of each tail that a program loads at once
 
@@ -17,15 +17,19 @@ class _Texts(NamedTuple):
     """Tokens of all particles, ``[G, N, width]``, often a view of a population's."""
 
     tokens: torch.Tensor
-    group_stride: int
-    particle_stride: int
+    group_stride: float  # see `as_float`
+    particle_stride: float
     token_stride: int
     num_particles: int
-    width: int
+    width: float
 
 
 def _texts(tokens: torch.Tensor) -> _Texts:
-    return _Texts(tokens, *tokens.stride(), *tokens.shape[1:])
+    _, num_particles, width = tokens.shape
+    group, particle, token = tokens.stride()
+    return _Texts(
+        tokens, as_float(group), as_float(particle), token, num_particles, as_float(width)
+    )
 
 
 def same_text(
@@ -70,13 +74,20 @@ def stratify(
 
 
 @triton.jit
+def _rows_of(texts, particle):
+    """Return the addresses of particles' first tokens, in this program's group."""
+    of_group = texts.tokens + tl.program_id(0) * tl.cast(texts.group_stride, tl.int32)
+    return of_group + particle * tl.cast(texts.particle_stride, tl.int32)
+
+
+@triton.jit
 def _same_text(texts, lengths, may_stratify, found, padded: tl.constexpr):
     num_particles = texts.num_particles
     group, particle, own, here = _members(num_particles, padded)
-    rows = texts.tokens + group * texts.group_stride + particle[:, None] * texts.particle_stride
+    rows = _rows_of(texts, particle)[:, None]
     length = tl.load(lengths + own, mask=here, other=0)
     key = tl.zeros([padded], dtype=tl.uint64)
-    for start in range(0, texts.width, _BLOCK):
+    for start in range(0, tl.cast(texts.width, tl.int32), _BLOCK):
         column = start + tl.arange(0, _BLOCK)[None, :]
         inside = here[:, None] & (column <= length[:, None])
         token = tl.load(rows + column * texts.token_stride, mask=inside, other=0)
@@ -129,13 +140,13 @@ def _begins_alike(texts, length, count, particle, drawn, here):
     reach = tl.minimum(length, count)
     drawn_reach = tl.sum(tl.where(particle == drawn, reach, 0), 0)
     differ = tl.zeros_like(particle)
-    of_group = texts.tokens + tl.program_id(0) * texts.group_stride
+    width = tl.cast(texts.width, tl.int32)
     for start in range(0, drawn_reach + 1, _BLOCK):
         column = start + tl.arange(0, _BLOCK)
-        inside = (column <= drawn_reach) & (column < texts.width)
-        along = of_group + column * texts.token_stride
-        its = tl.load(along + drawn * texts.particle_stride, mask=inside, other=0)
-        rows = along[None, :] + particle[:, None] * texts.particle_stride
+        inside = (column <= drawn_reach) & (column < width)
+        along = column * texts.token_stride
+        its = tl.load(_rows_of(texts, drawn) + along, mask=inside, other=0)
+        rows = _rows_of(texts, particle)[:, None] + along[None, :]
         asked = here[:, None] & inside[None, :]
         token = tl.load(rows, mask=asked, other=0)
         differ += tl.sum((asked & (token != its[None, :])).to(tl.int32), 1)

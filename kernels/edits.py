@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.kernels.tensors import check_contiguous, contiguous, tiles
+from sglang_smc.kernels.tensors import as_float, check_contiguous, contiguous, tiles
 from sglang_smc.smc.edits import EditColumns, Edits
 
 _TILE = 2048  # logits per program; a row of 152k has 75 tiles
@@ -40,7 +40,7 @@ def edit_logits(logits: torch.Tensor, edits: Edits, drafts: torch.Tensor, first:
     drafts, lengths = contiguous((drafts, edits.lengths))
     _edit[(num_groups * num_particles * num_columns, num_tiles)](
         rows,
-        _Texts(texts, *texts.stride(), lengths),
+        _Texts(texts, as_float(texts.stride(0)), texts.stride(1), lengths),
         drafts,
         drafts.shape[2],
         first,
@@ -70,7 +70,7 @@ class _Texts(NamedTuple):
     """Sequences, and their lengths."""
 
     tokens: torch.Tensor
-    stride: int
+    stride: float  # see `as_float`
     token_stride: int
     lengths: torch.Tensor
 
@@ -86,7 +86,7 @@ def count_tokens(
     _count[(len(rows),)](
         columns,
         rows.contiguous(),
-        _Texts(tokens, *tokens.stride(), lengths.contiguous()),
+        _Texts(tokens, as_float(tokens.stride(0)), tokens.stride(1), lengths.contiguous()),
         columns.counts.shape[1],
         num_warps=1,
     )
@@ -147,7 +147,7 @@ def _edit(
         if is_penalized:
             found = tl.load(rows.columns.counts + at, mask=inside, other=0)
             length = tl.load(texts.lengths + own).to(tl.int32)
-            text = texts.tokens + own * texts.stride
+            text = texts.tokens + own * tl.cast(texts.stride, tl.int32)
             stride = texts.token_stride
             found = _counted(found, tokens, text, stride, length, lowest, tile)
             draft = drafts + own * num_drafted
@@ -171,6 +171,6 @@ def _count(columns, rows, texts, vocab_size):
         for start in range(0, length, _BLOCK):
             place = start + tl.arange(0, _BLOCK)
             inside = place < length
-            text = texts.tokens + group * texts.stride
+            text = texts.tokens + group * tl.cast(texts.stride, tl.int32)
             token = tl.load(text + place * texts.token_stride, mask=inside)
             tl.atomic_add(columns.counts + row * vocab_size + token, 1, mask=inside, sem="relaxed")

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.kernels.sample import Row, add_up_tile, own_of, raw_at, unsummed
+from sglang_smc.kernels.sample import Row, add_up_tile, group_of, own_of, raw_at, unsummed
 from sglang_smc.kernels.shares import leading
 from sglang_smc.kernels.tensors import contiguous
 from sglang_smc.kernels.tree import EXACT
@@ -187,7 +187,7 @@ def _count_buckets(source, rules, found, counts, tile: tl.constexpr):
     part = tl.program_id(1)
     own = own_of(source, row)
     highest, total = add_up_tile(source, own, found, row, part, tile)
-    group = row // source.draws_each
+    group = group_of(source, row)
     if _filters(source, rules, group):
         raw = raw_at(source, own, part * tile + tl.arange(0, tile))
         peak = tl.where(total == total, tl.max(raw, 0), float("nan"))
@@ -309,7 +309,7 @@ def _find_bucket(source, rules, found, counts, row, group, scale, padded_tiles: 
 def _count_cells(source, rules, found, counts, padded_tiles: tl.constexpr, tile: tl.constexpr):
     """Count the tokens of the bucket at which a row is cut by cell, in some tiles of the row."""
     row = tl.program_id(0)
-    group = row // source.draws_each
+    group = group_of(source, row)
     if _searches(source, rules, group):
         own = own_of(source, row)
         share = tl.load(rules.top_p + group)
@@ -404,7 +404,7 @@ def _search(
     And the tile of that token, which is to be read for it; -1 where none is.
     """
     row = tl.program_id(0)
-    group = row // source.draws_each
+    group = group_of(source, row)
     part = tl.arange(0, padded_tiles)
     above = tl.full([], -float("inf"), tl.float32)
     lowest = above
@@ -435,7 +435,7 @@ def _search(
 def _settle(source, rules, found, counts, sums, padded_tiles: tl.constexpr, tile: tl.constexpr):
     """Store what a row keeps, and add up what its tiles keep."""
     row = tl.program_id(0)
-    group = row // source.draws_each
+    group = group_of(source, row)
     part = tl.arange(0, padded_tiles)
     inside = part < found.num_tiles
     at = row * found.num_tiles + part

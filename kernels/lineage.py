@@ -64,7 +64,7 @@ def reserve(
     targets = torch.empty_like(slots[0])
     given = Wanted._make(contiguous(wanted))
     _reserve[(triton.cdiv(slots.numel(), _CELL_BLOCK),)](
-        _Rows.of(ledger), given, slots, positions, targets, shape, block=_CELL_BLOCK
+        _Rows.of(ledger), given, slots, positions, targets, *shape, block=_CELL_BLOCK
     )
     return slots, positions, targets
 
@@ -126,9 +126,18 @@ def commit(
     _write_back[(num_groups, triton.cdiv(max_arena, _ARENA_BLOCK))](rows, arena, block=_ARENA_BLOCK)
 
 
-@triton.jit
-def _reserve(ledger, wanted, slots, positions, targets, shape, block: tl.constexpr):
-    padded_columns, num_groups, padded_particles = shape
+@triton.jit(do_not_specialize=["padded_columns", "num_groups", "padded_particles"])
+def _reserve(
+    ledger,
+    wanted,
+    slots,
+    positions,
+    targets,
+    padded_columns,
+    num_groups,
+    padded_particles,
+    block: tl.constexpr,
+):
     cell = tl.program_id(0) * block + tl.arange(0, block)
     inside = cell < num_groups * padded_particles * padded_columns
     own = cell // padded_columns  # of this particle, in [G, N]

@@ -30,10 +30,10 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> 
         seeds.contiguous(),
         cells,
         numbers,
-        cells.stride(),
-        numbers.stride(),
-        tuple(cells.shape),
-        purpose=int(purpose),
+        *cells.stride(),
+        *numbers.stride(),
+        *cells.shape,
+        int(purpose),
     )
     return drawn
 
@@ -59,25 +59,45 @@ def _mix(state):
 
 
 @triton.jit
-def _uniform(seed, position, particle, purpose: tl.constexpr):
-    state = _mix(seed.to(tl.uint64) ^ (purpose * _INCREMENT % 2**64))
+def _uniform(seed, position, particle, purpose):
+    state = _mix(seed.to(tl.uint64) ^ (tl.cast(purpose, tl.uint64) * _INCREMENT))
     state = _mix(state ^ (position.to(tl.uint64) * _INCREMENT))
     state = _mix(state ^ (particle.to(tl.uint64) * _INCREMENT))
     return (state >> _BEYOND_MANTISSA).to(tl.float64) * _ULP
 
 
-@triton.jit
-def _uniforms(seeds, positions, drawn, strides, drawn_strides, shape, purpose: tl.constexpr):
-    num_groups, num_particles, num_columns = shape
+# One kernel for all purposes and shapes: fields of records would be specialized.
+@triton.jit(
+    do_not_specialize=[
+        *("group_stride", "particle_stride", "column_stride"),
+        *("group_place", "particle_place", "column_place"),
+        *("num_groups", "num_particles", "num_columns", "purpose"),
+    ]
+)
+def _uniforms(
+    seeds,
+    positions,
+    drawn,
+    group_stride,
+    particle_stride,
+    column_stride,
+    group_place,
+    particle_place,
+    column_place,
+    num_groups,
+    num_particles,
+    num_columns,
+    purpose,
+):
     place = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     inside = place < num_groups * num_particles * num_columns
     column = place % num_columns
     particle = place // num_columns % num_particles
     group = place // (num_columns * num_particles)
-    at = group * strides[0] + particle * strides[1] + column * strides[2]
+    at = group * group_stride + particle * particle_stride + column * column_stride
     position = tl.load(positions + at, mask=inside, other=0)
     seed = tl.load(seeds + group, mask=inside, other=0)
-    to = group * drawn_strides[0] + particle * drawn_strides[1] + column * drawn_strides[2]
+    to = group * group_place + particle * particle_place + column * column_place
     tl.store(drawn + to, _uniform(seed, position, particle, purpose), mask=inside)
 
 

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_smc.kernels.tensors import as_float
 from sglang_smc.smc.verification import Kept, Verified
 from sglang_smc.smc.weighing import HALF_RATIO_INVERSE, SCHEMES, Block, Decision, Resampled
 
@@ -153,7 +154,7 @@ def tally(
         totals.stride(0),
         rows.contiguous(),
         values,
-        tuple(value.stride(0) for value in values),
+        tuple(as_float(value.stride(0)) for value in values),
         after,
         num_added=len(added),
     )
@@ -427,7 +428,7 @@ def _tally(totals, row_stride, rows, values, strides, after, num_added: tl.const
     group = tl.program_id(0)
     of_row = totals + tl.load(rows + group) * row_stride
     for column in tl.static_range(len(values)):
-        value = tl.load(values[column] + group * strides[column]).to(tl.float64)
+        value = tl.load(values[column] + group * tl.cast(strides[column], tl.int32)).to(tl.float64)
         if column < num_added:
             value += tl.load(of_row + column)
         if column == num_added:

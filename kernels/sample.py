@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.kernels.tensors import check_contiguous, tiles
+from sglang_smc.kernels.tensors import as_float, check_contiguous, tiles
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.filters import KeptTokens
 
@@ -75,7 +75,7 @@ class Source(NamedTuple):
 
     logits: torch.Tensor
     temperature: torch.Tensor
-    draws_each: int  # of a group
+    draws_each: float  # of a group; see `as_float`
     rows: torch.Tensor | None
     greedy: torch.Tensor | None
     kept: KeptTokens | None
@@ -125,7 +125,7 @@ def unsummed(law: TokenDistribution) -> tuple[Source, RowSums, dict[str, int]]:
     source = Source(
         logits,
         law.temperature.contiguous(),
-        size // len(law.temperature),
+        as_float(size // len(law.temperature)),
         None if rows is None else rows.contiguous(),
         None if greedy is None else greedy.contiguous(),
         law.kept,
@@ -137,6 +137,12 @@ def unsummed(law: TokenDistribution) -> tuple[Source, RowSums, dict[str, int]]:
     highest = torch.empty(size, num_tiles, dtype=torch.float32, device=logits.device)
     first = None if greedy is None else torch.empty_like(highest, dtype=torch.int32)
     return source, RowSums(highest, torch.empty_like(highest), first, num_tiles), sizes
+
+
+@triton.jit
+def group_of(source, draw):
+    """Return the group of a draw, whose temperature it has."""
+    return draw // tl.cast(source.draws_each, tl.int32)
 
 
 @triton.jit
@@ -152,7 +158,7 @@ def _place(sums, draw):
 
 @triton.jit
 def _is_greedy(source, draw):
-    return tl.load(source.greedy + draw // source.draws_each) != 0
+    return tl.load(source.greedy + group_of(source, draw)) != 0
 
 
 @triton.jit
@@ -173,7 +179,7 @@ def _dropped(cut, raw, columns):
 def own_of(source, draw):
     """Load what `scaled_at` needs of a draw: the first fields of `Row`."""
     row = _row_of(source, draw)
-    temperature = tl.load(source.temperature + draw // source.draws_each).to(tl.float32)
+    temperature = tl.load(source.temperature + group_of(source, draw)).to(tl.float32)
     is_greedy = 0
     if source.greedy is not None:
         is_greedy = _is_greedy(source, draw)

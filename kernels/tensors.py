@@ -1,14 +1,39 @@
 """Prepare tensors for kernels; rows of a vocabulary that are not contiguous raise ValueError."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 import triton
+
+T = TypeVar("T")
+MOST_EXACT = 1 << 24  # float32 has all integers up to it
 
 
 def contiguous(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
     """Yield each tensor, copied where it is not contiguous."""
     return (tensor.contiguous() for tensor in tensors)
+
+
+def as_float(number: int) -> float:
+    """Return an integer for a record, up to 2^24, for which no kernel is compiled again.
+
+    Triton specializes integers in records, by whether they are 1 or multiples of 16. Kernels
+    convert it by `tl.cast`: in Triton's interpreter it is a number of Python's, without `to`.
+
+    Raises ValueError for integers that float32, as which it is passed, may round.
+    """
+    if number > MOST_EXACT:
+        raise ValueError(f"{number} is passed to a kernel as float32; allowed: up to {MOST_EXACT}")
+    return float(number)
+
+
+def padded_columns(of_columns: Sequence[T]) -> tuple[T, ...]:
+    """Return what kernels list of each column, the last one again up to a multiple of 8.
+
+    So rounds of few lengths compile a kernel; it never reads the last ones.
+    """
+    return *of_columns, *of_columns[-1:] * (-len(of_columns) % 8)
 
 
 def tiles(vocab_size: int, most: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from sglang_smc.kernels.sample import RowSums, Source, log_probs_at, row_of, summed
-from sglang_smc.kernels.tensors import tiles
+from sglang_smc.kernels.tensors import padded_columns, tiles
 from sglang_smc.smc import verification
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.filters import KeptTokens
@@ -57,7 +57,8 @@ class Laws(NamedTuple):
     p_sums: RowSums
     q: Source  # of the first column; of the others tensors and strides differ
     q_sums: RowSums
-    # [K, fields] int64: elements of `_Tensors` from the first column's, and the stride of logits.
+    # [K, fields] int64, K padded: elements of `_Tensors` from the first column's, and the stride
+    # of logits.
     places: torch.Tensor
 
 
@@ -75,9 +76,9 @@ class Columns(NamedTuple):
     """The distributions of all columns, and what kernels are compiled for."""
 
     laws: Laws
-    # [K] up to the last field that is there; whoever holds this keeps them at their addresses.
+    # [K], padded, up to the last field that is there; whoever holds this keeps their addresses.
     tensors: tuple[tuple[torch.Tensor, ...], ...]
-    strides: tuple[int, ...]  # [K] of logits
+    strides: tuple[int, ...]  # [K], padded, of logits
     sizes: Sizes
 
     @classmethod
@@ -95,14 +96,15 @@ class Columns(NamedTuple):
         tensors = tuple(
             tuple(of.logits if one is None else one for one in of[:count]) for of in given
         )
-        shape = len(of_q), _NUM_FIELDS.value
+        shape = len(padded_columns(of_q)), _NUM_FIELDS.value
         places = torch.empty(shape, dtype=torch.int64, device=p.scores.device)
         strides = tuple(of.stride for of, _ in of_q)
         tile, num_tiles = tiles(p.scores.shape[1], _TILE)
         padded = map(triton.next_power_of_2, (num_chains, num_tiles))
         numbers = *padded, tile, num_tiles, _unit_of(given, strides)
         sizes = Sizes(*map(tl.constexpr, numbers))
-        return cls(Laws(of_p, p_sums, *of_q[0], places), tensors, strides, sizes)
+        laws = Laws(of_p, p_sums, *of_q[0], places)
+        return cls(laws, padded_columns(tensors), padded_columns(strides), sizes)
 
 
 def _unit_of(given: Sequence[_Tensors], strides: Sequence[int]) -> int:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from sglang_smc.kernels.shares import descend, residual_at
+from sglang_smc.kernels.tensors import as_float
 from sglang_smc.kernels.tree import EXACT, NUMBERS, Column, Columns, grow
 from sglang_smc.smc import verification
 from sglang_smc.smc.distribution import TokenDistribution
@@ -26,7 +27,7 @@ class _Uniforms(NamedTuple):
     """Hold a uniform of each group."""
 
     tensor: torch.Tensor  # [G] float64
-    stride: int
+    stride: float  # see `as_float`
 
 
 def verify(
@@ -58,7 +59,7 @@ def verify(
         residuals=of_groups(torch.float32, p.scores.shape[1]),
     )
     sizes = columns.sizes
-    of_group = _Uniforms(uniforms, uniforms.stride(0))
+    of_group = _Uniforms(uniforms, as_float(uniforms.stride(0)))
     _leave[(size,)](tree, layers, of_group, found, num_chains, num_steps, sizes, num_warps=1)
     grid = size, layers.residual.shape[3]
     _store_residual[grid](
@@ -119,7 +120,7 @@ def _leave(tree, layers, uniforms, found, num_chains, num_steps, sizes):
     chain = tl.arange(0, sizes.padded_chains)
     here = chain < num_chains
     place = group * num_chains + chain
-    uniform = tl.load(uniforms.tensor + group * uniforms.stride)
+    uniform = tl.load(uniforms.tensor + group * tl.cast(uniforms.stride, tl.int32))
     reach = tl.full([], 1.0, tl.float64)
     passed = tl.full([], 0.0, tl.float64)  # sum of the probabilities so far
     column = tl.full([], 0, tl.int32)

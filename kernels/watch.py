@@ -13,7 +13,13 @@ import triton
 import triton.language as tl
 
 from sglang_smc.kernels.sample import log_probs_at, row_of, summed
-from sglang_smc.kernels.tensors import check_contiguous, contiguous, tiles
+from sglang_smc.kernels.tensors import (
+    as_float,
+    check_contiguous,
+    contiguous,
+    padded_columns,
+    tiles,
+)
 from sglang_smc.smc import fidelity
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.fidelity import Path
@@ -30,7 +36,7 @@ def keep_column(
 
     Reference: `sglang_smc.smc.fidelity.keep_column`, same arguments.
     """
-    scores = tuple(of_step.scores for of_step in q)
+    scores = padded_columns([of_step.scores for of_step in q])
     for of_step in scores:
         check_contiguous(of_step)
     num_rows, vocab_size = scores[0].shape
@@ -67,9 +73,9 @@ def watch(
     )
     at = _At(
         own,
-        path.tails.stride(),
+        tuple(map(as_float, path.tails.stride())),
         num_particles,
-        len(p.scores) // len(q.scores),
+        as_float(len(p.scores) // len(q.scores)),
     )
     bare = (law._replace(rows=None, greedy=None) for law in (p, q))
     (of_p, p_sums, sizes), (of_q, q_sums, _) = map(summed, bare)
@@ -87,9 +93,9 @@ class _At(NamedTuple):
     """The rows to read: the first argument of every kernel of `watch`."""
 
     path: Path
-    strides: tuple[int, ...]  # of its tails
+    strides: tuple[float, ...]  # of its tails; see `as_float`
     num_particles: int
-    num_columns: int  # K + 1
+    num_columns: float  # K + 1
 
 
 class _Found(NamedTuple):
@@ -109,7 +115,7 @@ def _columns(coins, num_steps, group):
     return column, tl.maximum(tl.minimum(column, steps - 1), 0), steps
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_particles"])
 def _keep(coins, num_steps, scores, strides, held, vocab_size, num_particles, tile: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     _, drafted, _ = _columns(coins, num_steps, row // num_particles)
@@ -127,7 +133,7 @@ def _rows_of(at, draw):
     group = draw // at.num_particles
     _, drafted, _ = _columns(at.path.coins, at.path.num_steps, group)
     q_row = (group * at.num_particles + tl.load(at.path.ancestors + draw)).to(tl.int64)
-    return q_row * at.num_columns + drafted, q_row, group
+    return q_row * tl.cast(at.num_columns, tl.int32) + drafted, q_row, group
 
 
 @triton.jit
@@ -184,8 +190,9 @@ def _add(at, laws, found, sums, after, padded_tiles: tl.constexpr, tile: tl.cons
     place, reached = _place(at, draw)
     if reached:
         group = draw // at.num_particles
-        tail = group.to(tl.int64) * at.strides[0] + draw % at.num_particles * at.strides[1]
-        token = tl.load(at.path.tails + tail + place * at.strides[2])
+        tail = group.to(tl.int64) * tl.cast(at.strides[0], tl.int32)
+        tail += draw % at.num_particles * tl.cast(at.strides[1], tl.int32)
+        token = tl.load(at.path.tails + tail + place * tl.cast(at.strides[2], tl.int32))
         log_p, ratio = _logs(at, laws, draw, token, padded_tiles)
         mean = _mean(found, draw, found.ratio, padded_tiles)
         square = _mean(found, draw, found.square, padded_tiles)

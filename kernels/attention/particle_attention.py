@@ -17,6 +17,7 @@ from sglang_smc.kernels.attention.spans import (
     attend,
     join_last,
     no_softmax,
+    num_columns,
     own_rows,
     own_span,
     part_of,
@@ -183,11 +184,11 @@ def _attend_spans(
     )
     span = own_span(slots, layer, window, first_key, grid)
     token, head, column, in_rows = own_rows(span, layer)
-    owner = token // layer.num_columns
+    owner = token // num_columns(layer)
     own_start = tl.load(slots.starts + owner, mask=in_rows, other=0).to(tl.int32)
     first_seen = own_start + column - window
     if layer.sees_block:  # all up to the end
-        column = tl.full([layer.block_rows], layer.num_columns, tl.int32)
+        column = tl.full([layer.block_rows], num_columns(layer), tl.int32)
     some = span.begin < span.end
     if cache.new is not None:
         is_new = _is_new(cache.new, owner, in_rows, layer)
@@ -312,7 +313,7 @@ def _attend(query, keys, seen, scores, softmax, layer):
 @triton.jit
 def _is_new(new, owner, in_rows, layer):
     """Return of each row whether its particle's first token is to be written."""
-    return tl.load(new.slots + owner * layer.num_columns, mask=in_rows, other=0) != 0
+    return tl.load(new.slots + owner * num_columns(layer), mask=in_rows, other=0) != 0
 
 
 @triton.jit
@@ -336,7 +337,7 @@ def _new_keys(new, span, layer):
     column = tl.arange(0, layer.block_columns)
     dim = tl.arange(0, layer.block_dim)[None, :]
     token = span.first_token + column
-    slot = tl.load(new.slots + token, mask=column < layer.num_columns, other=0)
+    slot = tl.load(new.slots + token, mask=column < num_columns(layer), other=0)
     place = token.to(tl.int64) * new.key_stride + span.head * layer.head_dim
     key = _rows(new.key + place, token, slot > 0, new, layer)
     place = token.to(tl.int64) * new.value_stride + span.head * layer.head_dim

@@ -24,8 +24,10 @@ import triton
 import triton.language as tl
 
 from sglang_smc.kernels.attention.work import LEAST_SPAN, MAX_SPANS, WorkSplit
+from sglang_smc.kernels.tensors import as_float
 from sglang_smc.smc.ledger import AttentionContext
 
+MOST_FIXED = 2  # columns for which a kernel is compiled: those of drafts
 LOG2_E = 1.4426950408889634
 NUMBERS_PER_WARP = 1024  # of the tile that a program joins: 32 a thread
 _LEAST_SPAN = tl.constexpr(LEAST_SPAN)
@@ -87,7 +89,7 @@ class Partial(NamedTuple):
 class Layer(NamedTuple):
     """Constants that an attention kernel is compiled for."""
 
-    num_columns: Any
+    fixed_columns: Any  # tokens of a particle; 0: `columns`
     kv_heads: Any
     group: Any  # query heads of a key head
     head_dim: Any  # of values
@@ -103,6 +105,7 @@ class Layer(NamedTuple):
     sees_block: Any = False
     walks: Any = False  # as in `WorkSplit`
     overlaps: Any = False  # launches, as in `kernels/skinny.py`
+    columns: Any = 0  # not constant; see `as_float`
 
     @classmethod
     def of(
@@ -111,7 +114,7 @@ class Layer(NamedTuple):
         """Return the constants for queries ``[G, N, C, q_heads, ...]``."""
         num_columns, q_heads = query.shape[2:4]
         found = cls(
-            num_columns=num_columns,
+            fixed_columns=num_columns if num_columns <= MOST_FIXED else 0,
             kv_heads=kv_heads,
             group=q_heads // kv_heads,
             head_dim=head_dim,
@@ -123,7 +126,7 @@ class Layer(NamedTuple):
             walks=split.walks,
             **more,
         )
-        return cls(*map(tl.constexpr, found))
+        return cls(*map(tl.constexpr, found))._replace(columns=as_float(num_columns))
 
 
 class Grid(NamedTuple):
@@ -245,6 +248,14 @@ def attend(
 
 
 @triton.jit
+def num_columns(layer):
+    """Return the tokens of a particle: a constant in a draft's passes."""
+    if layer.fixed_columns == 0:
+        return tl.cast(layer.columns, tl.int32)
+    return layer.fixed_columns
+
+
+@triton.jit
 def own_span(slots, layer, window, first_key, grid):
     """Return this program's work, a `_Span`."""
     program = _own_program(layer, grid)
@@ -268,7 +279,7 @@ def own_span(slots, layer, window, first_key, grid):
     length = tl.where(is_tail, grid.tail_span, even)
     begin = tl.where(is_tail, tl.maximum(committed, first_key), first) + program.span * length
     end = tl.where(is_tail, tail_end, committed)
-    num_tokens = tl.where(is_tail, 1, grid.num_particles) * layer.num_columns
+    num_tokens = tl.where(is_tail, 1, grid.num_particles) * num_columns(layer)
     first_token = owner * num_tokens
     if layer.walks:  # beside a span that is the whole prefix there is nothing to do
         num_tokens = tl.where((last_span == 0) & (program.span > 0), 0, num_tokens)
@@ -305,7 +316,7 @@ def _own_program(layer, grid):
     blocks = tl.where(is_tail, grid.tail_blocks, grid.prefix_blocks)
     block = rest % blocks
     rest = rest // blocks
-    owners = grid.all_tokens // (layer.num_columns * tl.where(is_tail, 1, grid.num_particles))
+    owners = grid.all_tokens // (num_columns(layer) * tl.where(is_tail, 1, grid.num_particles))
     owner = rest % owners
     rest = rest // owners
     return _Program(
@@ -333,7 +344,7 @@ def part_of(span, slots, particle, is_tail, first_key, layer):
         start=start,
         begin=tl.where(is_tail, tl.maximum(span.end, first_key), span.begin),
         end=tl.where(is_tail, end, span.end),
-        first_token=tl.where(is_tail, particle * layer.num_columns, span.first_token),
+        first_token=tl.where(is_tail, particle * num_columns(layer), span.first_token),
         num_tokens=span.num_tokens,
         place=span.place,
     )
@@ -346,9 +357,9 @@ def _tail_of(slots, particle, committed, is_one, layer):
     start = tl.load(slots.starts + particle, mask=is_one, other=1 << 30).to(tl.int32)
     row = tl.load(slots.particle_rows + particle, mask=is_one, other=0)
     tail = slots.tails + row * slots.tails_width
-    end = start + layer.num_columns
+    end = start + num_columns(layer)
     if layer.sees_block:  # without the padding of a request with fewer columns than others
-        columns = tl.where(is_one, layer.num_columns, 0)
+        columns = tl.where(is_one, num_columns(layer), 0)
         end -= _padding(tail, slots.tails_width - 1, start, committed, columns, layer)
     return tail, start, end
 
@@ -372,7 +383,7 @@ def own_rows(span, layer, offset=0):
     in_rows = row < span.num_tokens * layer.group
     token = span.first_token + nth_token
     head = span.head * layer.group + nth_head
-    return token, head, nth_token % layer.num_columns, in_rows
+    return token, head, nth_token % num_columns(layer), in_rows
 
 
 @triton.jit
@@ -459,7 +470,7 @@ def join_last(partial, span, grid, layer):
     last. The barrier and the counter order their stores before its loads. The counter is left at 0
     for the next launch.
     """
-    num_tokens = grid.num_particles * layer.num_columns
+    num_tokens = grid.num_particles * num_columns(layer)
     request = span.first_token // num_tokens
     block = span.block if layer.walks else 0  # of tails there are several, of all rows one
     counter = (request * layer.kv_heads + span.head) * grid.prefix_blocks + block

@@ -196,7 +196,7 @@ def kernel_findings(num_particles: int, num_steps: int) -> Iterator[Finding]:
 
     from sglang_smc.models.softmax import Heads
     from sglang_smc.ops import check, ops_of
-    from sglang_smc.ops.check_cases import CheckSizes
+    from sglang_smc.ops.check_cases import CheckSizes, Passes
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -213,10 +213,14 @@ def kernel_findings(num_particles: int, num_steps: int) -> Iterator[Finding]:
         yield fail("kernels", f"cannot be imported: {error}", _OF_KERNEL)
         return
     # Of Llama 3 8B and DeepSeek-V2-Lite; small ones for the interpreter.
-    heads = Heads(32, 8, 128, torch.bfloat16), Heads(16, 1, 576, torch.bfloat16, 512)
+    plain, latent = Heads(32, 8, 128, torch.bfloat16), Heads(16, 1, 576, torch.bfloat16, 512)
+    vocab_size = 128_256
     if device == "cpu":
-        heads = Heads(4, 2, 32, torch.float32), Heads(3, 1, 40, torch.float32, 32)
-    sizes = CheckSizes(num_particles, num_steps, heads, gated_delta=True)
+        plain, latent = Heads(4, 2, 32, torch.float32), Heads(3, 1, 40, torch.float32, 32)
+        vocab_size = 1000
+    columns = 1, 2, num_steps + 1
+    passes = Passes(plain, columns), Passes(plain, columns, rotates=True), Passes(latent, columns)
+    sizes = CheckSizes(num_particles, num_steps, passes, gated_delta=True, vocab_size=vocab_size)
     for found in check.findings(kernels, device, sizes):
         if found.problem:
             yield fail(found.name, found.problem, _OF_KERNEL)

@@ -4,11 +4,13 @@ SGLang's layers rotate (RoPE, arXiv 2104.09864), write keys and values, and atte
 each. In a pass over particles one Triton kernel does all of it.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.model_executor.forward_context import get_attn_backend
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.llama import LlamaAttention
 from sglang.srt.models.qwen2 import Qwen2Attention
 from sglang.srt.models.qwen3 import Qwen3Attention
@@ -50,10 +52,22 @@ def leave_rotations(model: torch.nn.Module, attention: ParticleAttention) -> Non
     """
     if not attention.rotates:
         return
+    for layer in _late(model):
+        layer.rotary_emb = LateRotary(layer.rotary_emb, attention)
+
+
+def may_rotate(runner: ModelRunner) -> bool:
+    """Return whether layers of a model leave rotations to its attention, pools being built."""
+    plain = runner.dtype.itemsize == 2 and runner.token_to_kv_pool.dtype == runner.dtype
+    return plain and any(True for _ in _late(runner.model))
+
+
+def _late(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield the layers whose attention can rotate."""
     for layer in model.modules():
         own: Any = layer
         if type(layer) in _LAYERS and _is_plain(own.rotary_emb):
-            own.rotary_emb = LateRotary(own.rotary_emb, attention)
+            yield own
 
 
 def _is_plain(rotary: torch.nn.Module) -> bool:

@@ -1,7 +1,8 @@
 """Define small inputs on which each kernel of a round is checked against its torch reference.
 
 A check runs its operation with one implementation of `Ops`, on inputs that are the same each time.
-Every field of `Ops` is checked; checks of `kind` are of the models' kernels.
+Every field of `Ops` is checked; checks of `kind` are of the models' kernels. Inputs have the sizes
+and kinds of a server's rounds, so that what is compiled here is what rounds run.
 """
 
 import math
@@ -25,8 +26,16 @@ from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.weighing import SCHEMES, Block
 
 NUM_GROUPS = 3
-VOCAB = 1000
-PREFIX = 70
+LIKELY = 1000  # tokens that have nearly all of a row's mass
+PREFIX = 80  # a multiple of 16, as of a server's rows
+
+
+class Passes(NamedTuple):
+    """How a model's attention runs in rounds."""
+
+    heads: Heads
+    columns: tuple[int, ...]  # tokens of a particle in a pass
+    rotates: bool = False  # it rotates queries and keys, and writes keys and values
 
 
 class CheckSizes(NamedTuple):
@@ -34,9 +43,10 @@ class CheckSizes(NamedTuple):
 
     num_particles: int = 8
     num_steps: int = 8
-    heads: tuple[Heads, ...] = ()  # of its models' attention
+    passes: tuple[Passes, ...] = ()  # of its models
     gated_delta: bool = False  # whether some layers have linear attention (gated delta rule)
     draft_layers: bool = True  # whether the draft's run as kernels
+    vocab_size: int = LIKELY
 
 
 class Inputs:
@@ -47,6 +57,22 @@ class Inputs:
         self.sizes = sizes
         self.shape = NUM_GROUPS, sizes.num_particles, sizes.num_steps
         self.generator = torch.Generator().manual_seed(seed)
+
+    @property
+    def num_columns(self) -> int:
+        """Return the drafted columns where each has logits: no kernel is compiled by their number.
+
+        So few that inputs are small beside a round's.
+        """
+        return min(self.sizes.num_steps, 2 if self.sizes.num_particles <= 16 else 1)
+
+    @property
+    def likely(self) -> torch.Tensor:
+        """Return the likely tokens, spread over the vocabulary."""
+        count = min(LIKELY, self.sizes.vocab_size)
+        apart = self.sizes.vocab_size // count
+        place = torch.arange(count, device=self.device)
+        return place * apart + place % apart
 
     @property
     def multiprocessors(self) -> int:
@@ -76,7 +102,18 @@ class Inputs:
         return torch.tensor(values, dtype=torch.float64, device=self.device)
 
     def logits(self, num_rows: int) -> torch.Tensor:
-        return 3 * self.normal(num_rows, VOCAB)
+        """Return ``[R, V]``: few tokens are likely, so that few uniforms are near a boundary."""
+        token = torch.arange(self.sizes.vocab_size, device=self.device)
+        rows = (-20.0 - token % 11).repeat(num_rows, 1)
+        rows[:, self.likely] = 3 * self.normal(num_rows, len(self.likely))
+        return rows
+
+    def tokens(self, *shape: int) -> torch.Tensor:
+        return self.whole(0, self.sizes.vocab_size, *shape)
+
+    def none_greedy(self) -> torch.Tensor:
+        """Return that no group is, as rounds say where none is."""
+        return torch.zeros(NUM_GROUPS, dtype=torch.bool, device=self.device)
 
     def present(self) -> torch.Tensor:
         """Return present particles ``[G, N]`` bool, at least the first of each group."""
@@ -99,6 +136,7 @@ def _texts(of: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     width = 2 * num_steps + 3
     texts = of.flags(0.2, size, num_particles, width).long()
     texts[:, 1::2] = texts[:, ::2][:, : texts[:, 1::2].shape[1]]  # some are alike
+    texts = functional.pad(texts, (1, 0))[:, :, 1:]  # behind another token, as in a population
     return texts, of.whole(0, 2, size, num_particles) + width - 2
 
 
@@ -113,34 +151,33 @@ def _columns(of: Inputs) -> EditColumns:
         penalizes=torch.tensor([False, True, True, False], device=of.device),
         biases=torch.tensor([False, True, False, False], device=of.device),
         rates=torch.tensor([[0.2, 0.3, 1.1]] * (NUM_GROUPS + 1), device=of.device),
-        counts=of.flags(0.05, NUM_GROUPS + 1, VOCAB).int(),
-        bias=of.normal(NUM_GROUPS + 1, VOCAB),
+        counts=of.flags(0.05, NUM_GROUPS + 1, of.sizes.vocab_size).int(),
+        bias=of.normal(NUM_GROUPS + 1, of.sizes.vocab_size),
     )
 
 
 def _edit_logits(ops: Ops, of: Inputs) -> Any:
-    size, num_particles, num_steps = of.shape
+    size, num_particles, _ = of.shape
+    shape = size, num_particles, of.num_columns + 1
     edits = Edits(
         columns=_columns(of),
         groups=range(size),
         rows=torch.arange(1, size + 1, device=of.device),
         min_new_tokens=of.whole(0, 20, size),
-        stop_mask=of.flags(0.01, size, VOCAB),
+        stop_mask=of.flags(0.01, size, of.sizes.vocab_size),
         starts=of.whole(0, 20, size, num_particles),
-        texts=of.whole(0, VOCAB, size, num_particles, 12),
+        texts=of.tokens(size, num_particles, 13)[:, :, 1:],  # behind the first, as in a population
         lengths=of.whole(0, 13, size, num_particles),
     )
-    logits = of.logits(size * num_particles * (num_steps + 1)).view(
-        size, num_particles, num_steps + 1, VOCAB
-    )
-    ops.edit_logits(logits, edits, of.whole(0, VOCAB, size, num_particles, num_steps), 0)
+    logits = of.logits(math.prod(shape)).view(*shape, -1)
+    ops.edit_logits(logits, edits, of.tokens(size, num_particles, of.num_columns), 0)
     return logits
 
 
 def _count_tokens(ops: Ops, of: Inputs) -> Any:
     columns = _columns(of)
     rows = torch.arange(1, NUM_GROUPS + 1, device=of.device)
-    tokens = of.whole(0, 9, NUM_GROUPS, 12)
+    tokens = of.whole(0, 9, NUM_GROUPS, 13)[:, 1:]  # behind the first, as in a population
     lengths = of.whole(-1, 13, NUM_GROUPS)
     ops.count_tokens(columns, rows, tokens, lengths)
     return columns.counts
@@ -156,12 +193,13 @@ def _law(ops: Ops, of: Inputs) -> TokenDistribution:
 
 
 def _filters(of: Inputs) -> tuple[torch.Tensor, ...]:
-    rules = [50, VOCAB, VOCAB], [1.0, 0.8, 1.0], [0.0, 0.0, 0.05]
+    every = of.sizes.vocab_size
+    rules = [50, every, every], [1.0, 0.8, 1.0], [0.0, 0.0, 0.05]
     return tuple(torch.tensor(rule, device=of.device) for rule in rules)
 
 
 def _filtered(ops: Ops, of: Inputs) -> Any:
-    law = _law(ops, of)._replace(greedy=None, kept=None).filtered(*_filters(of))
+    law = _law(ops, of)._replace(greedy=of.none_greedy(), kept=None).filtered(*_filters(of))
     assert law.kept is not None
     return law.kept.dropped(law.scores), law.log_sums()
 
@@ -169,20 +207,19 @@ def _filtered(ops: Ops, of: Inputs) -> Any:
 def _sample_and_score(ops: Ops, of: Inputs) -> Any:
     law = _law(ops, of)
     uniforms = of.uniforms(law.num_draws)
-    return law.sample(uniforms), law._replace(greedy=None, kept=None).sample(uniforms)
+    return law.sample(uniforms), law._replace(kept=None).sample(uniforms)
 
 
 def _score_tokens(ops: Ops, of: Inputs) -> Any:
     law = _law(ops, of)
-    tokens = of.whole(0, VOCAB, law.num_draws)
     likeliest = law.scores.argmax(1)
-    plain = law._replace(greedy=None, kept=None)
+    plain = law._replace(greedy=of.none_greedy(), kept=None)
+    tokens = of.tokens(law.num_draws)
     return plain.score(tokens), law.score(likeliest), law.summed().score(likeliest)
 
 
 def _log_probs(ops: Ops, of: Inputs) -> Any:
-    law = _law(ops, of)
-    return law._replace(rows=of.whole(0, law.num_draws, law.num_draws)).log_probs()
+    return _law(ops, of)._replace(greedy=None, kept=None).log_probs()
 
 
 def _block(of: Inputs) -> tuple[Block, torch.Tensor]:
@@ -297,38 +334,60 @@ def _tally(ops: Ops, of: Inputs) -> Any:
 
 
 def _verify(ops: Ops, of: Inputs) -> Any:
-    size, num_chains, num_steps = of.shape
+    size, num_chains, _ = of.shape
+    num_steps = of.num_columns
     rows = size * num_chains
     p = of.logits(rows * (num_steps + 1)).log_softmax(1)
-    by_chain = p.view(rows, num_steps + 1, VOCAB)[:, :-1]
-    q = (by_chain + 0.3 * of.normal(rows, num_steps, VOCAB)).log_softmax(2)
+    q = p.view(rows, num_steps + 1, -1)[:, :-1].clone()
+    q[:, :, of.likely] += 0.3 * of.normal(rows, num_steps, len(of.likely))
+    q = q.log_softmax(2)
     drawn = (q.double().exp().cumsum(2) < of.uniforms(rows, num_steps, 1)).sum(2)
-    tokens = drawn.clamp_max(VOCAB - 1).view(of.shape)
+    tokens = drawn.clamp_max(q.shape[2] - 1).view(size, num_chains, num_steps)
     lengths = of.whole(0, num_steps + 1, size, num_chains)
-    distribution = ops.distribution
-    laws = [distribution.of_log_probs(one.contiguous(), num_groups=size) for one in q.unbind(1)]
-    of_p = distribution.of_log_probs(p, num_groups=size)
-    found = ops.verify(tokens, lengths, of_p, laws, of.uniforms(size))
+    laws = [_cut(ops, of, one.contiguous()) for one in (p, *q.unbind(1))]
+    uniforms = of.uniforms(size, num_chains)[:, 0]
+    found = ops.verify(tokens, lengths, laws[0], laws[1:], uniforms)
     left = found.residuals[found.left].where(found.rejects.unsqueeze(1), 0.0)
     return found.num_columns, found.winner, found.rejects, left
 
 
+def _cut(ops: Ops, of: Inputs, log_p: torch.Tensor) -> TokenDistribution:
+    """Return distributions of which filters cut next to nothing, found by torch."""
+    ones = torch.ones(NUM_GROUPS, device=of.device)
+    kept = filters.keep_tokens(log_p, ones, ones.long() * of.sizes.vocab_size, ones, ones * 1e-9)
+    return _added_up(ops, of, log_p, ones, kept)
+
+
+def _added_up(
+    ops: Ops,
+    of: Inputs,
+    scores: torch.Tensor,
+    temperature: torch.Tensor,
+    kept: filters.KeptTokens | None = None,
+) -> TokenDistribution:
+    """Return distributions with sums as rounds have them, and no other method of ``ops``."""
+    law = ops.distribution(scores, temperature, greedy=of.none_greedy(), kept=kept)
+    return TokenDistribution._make(law.summed())
+
+
 def _keep_column(ops: Ops, of: Inputs) -> Any:
     coins = of.uniforms(NUM_GROUPS)
-    num_steps = of.whole(1, of.shape[2] + 1, NUM_GROUPS)
-    scores = [of.logits(NUM_GROUPS * of.shape[1]) for _ in range(of.shape[2])]
+    num_steps = of.whole(1, of.num_columns + 1, NUM_GROUPS)
+    scores = [of.logits(NUM_GROUPS * of.shape[1]) for _ in range(of.num_columns)]
     return ops.keep_column(list(map(TokenDistribution.of_log_probs, scores)), coins, num_steps)
 
 
 def _watch(ops: Ops, of: Inputs) -> Any:
-    size, num_particles, num_steps = of.shape
+    size, num_particles, _ = of.shape
+    num_steps = of.num_columns
     starts = of.whole(0, num_steps, size, num_particles)
     lengths = starts + of.whole(0, num_steps + 2, size, num_particles)
-    tails = of.whole(0, VOCAB, size, num_particles, 2 * num_steps + 4)
+    tails = of.tokens(size, num_particles, 2 * num_steps + 4)
     ancestors = of.whole(0, num_particles, size, num_particles)
     temperature = torch.ones(size, device=of.device)
-    p = TokenDistribution(of.logits(size * num_particles * (num_steps + 1)), temperature)
-    q = TokenDistribution(of.logits(size * num_particles), temperature)
+    scores = of.logits(size * num_particles * (num_steps + 1))
+    p = _added_up(ops, of, scores, temperature)
+    q = _added_up(ops, of, of.logits(size * num_particles), temperature)
     measured = torch.arange(size, device=of.device) < 2
     path = fidelity.Path(
         coins=of.uniforms(size),
@@ -386,7 +445,7 @@ def _skinny(ops: Ops, of: Inputs) -> Any:
 
 def _products(ops: Ops, of: Inputs, rows: int) -> Any:
     """Multiply rows as attention, a head, and the MLP do."""
-    halves = (one.dtype for one in of.sizes.heads if one.dtype.itemsize == 2)
+    halves = (one.heads.dtype for one in of.sizes.passes if one.heads.dtype.itemsize == 2)
     dtype = next(halves, torch.float16)
     hidden = 256
     normal = partial(of.normal, dtype=dtype)
@@ -412,25 +471,18 @@ def _products(ops: Ops, of: Inputs, rows: int) -> Any:
 
 
 def _attention(ops: Ops, of: Inputs, *, latent: bool) -> list[torch.Tensor]:
-    """Attend with each model's heads of a kind, for one new token per particle and for a block.
+    """Attend in each model's passes with heads of a kind.
 
-    For few requests, and for as many as have a program on each multiprocessor. And with those that
-    rotate and write new tokens, too: two of each model, and a block of the target, the first.
+    For few requests, and for as many as have a program on each multiprocessor.
     """
-    models = [heads for heads in of.sizes.heads if bool(heads.rank) == latent]
-    columns = (1, of.sizes.num_steps + 1)
+    models = [one for one in of.sizes.passes if bool(one.heads.rank) == latent]
+    passes = [(one.heads, columns, one.rotates) for one in models for columns in one.columns]
     programs = {1, of.multiprocessors}
-    found = [_attend(ops, of, *one) for one in product(models, columns, programs)]
-    if latent:
-        return found
-    late = [(heads, 2, 1) for heads in models]
-    late += product(models[:1], columns[1:], programs)
-    return found + [_attend(ops, of, *one, rotates=True) for one in late]
+    return [_attend(ops, of, *one) for one in product(dict.fromkeys(passes), programs)]
 
 
-def _attend(
-    ops: Ops, of: Inputs, heads: Heads, num_columns: int, programs: int = 1, rotates: bool = False
-) -> Any:
+def _attend(ops: Ops, of: Inputs, one: tuple[Heads, int, bool], programs: int) -> Any:
+    heads, num_columns, rotates = one
     copies = math.ceil(programs / (of.shape[0] * heads.kv_heads))
     context = _context(of, copies, num_columns)
     starts = context.starts
@@ -458,7 +510,7 @@ def _context(of: Inputs, copies: int, num_columns: int) -> AttentionContext:
     """Return prefixes of three lengths, ``copies`` of each, and tails of up to 4 tokens."""
     size = of.shape[0] * copies
     num_particles = of.shape[1]
-    width = 1 << (num_columns + 4).bit_length()
+    width = max(16, 1 << (num_columns + 4).bit_length())
     num_slots = size * (PREFIX + num_particles * width)
     slots = 1 + torch.randperm(num_slots, generator=torch.Generator().manual_seed(0)).int()
     table, tails = slots.to(of.device).tensor_split([size * PREFIX])

@@ -10,6 +10,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_smc.kv.report import MemorySizes, Table
 from sglang_smc.kv.sizes import slot_bytes, tensor_bytes
 from sglang_smc.kv.unread import UnreadSlots
+from sglang_smc.models.rotary import may_rotate
 from sglang_smc.models.supported import check_layers, heads_of
 from sglang_smc.ops import TORCH, ops_of
 from sglang_smc.ops import kind_of as kind_of_ops
@@ -45,11 +46,19 @@ def operations(
         return ops
     from sglang_smc.ops import check, check_cases
 
-    runners = [worker.model_runner for worker in (target, draft) if worker is not None]
-    heads = tuple(dict.fromkeys(map(heads_of, runners)))
-    linear = is_gated_delta(target.model_runner.model_config)
-    fused = config.draft_layers != "sglang"
-    sizes = check_cases.CheckSizes(config.num_particles, config.num_steps, heads, linear, fused)
+    runner = target.model_runner
+    passes = [check_cases.Passes(heads_of(runner), (config.num_steps + 1,), may_rotate(runner))]
+    if draft is not None:
+        runner = draft.model_runner
+        passes.append(check_cases.Passes(heads_of(runner), (1, 2), may_rotate(runner)))
+    sizes = check_cases.CheckSizes(
+        config.num_particles,
+        config.num_steps,
+        tuple(passes),
+        gated_delta=is_gated_delta(target.model_runner.model_config),
+        draft_layers=config.draft_layers != "sglang",
+        vocab_size=target.model_runner.model_config.vocab_size,
+    )
     found = check.settle(ops, config.kernels, device, sizes, group)
     if found.kind == "torch" and config.round_graph == "on":
         raise ValueError(

@@ -19,7 +19,7 @@ from programs import printed
 from triton.runtime.jit import JITFunction
 
 from sglang_smc.models.softmax import Heads
-from sglang_smc.ops.check_cases import CHECKS, CheckSizes, Inputs
+from sglang_smc.ops.check_cases import CHECKS, CheckSizes, Inputs, Passes
 from sglang_smc.ops.triton_ops import TRITON
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import RoundShape
@@ -70,8 +70,15 @@ def _cpu_seconds() -> float:
 
 def _check(config: SMCConfig) -> None:
     """Launch what the start check runs."""
-    heads = tuple(Heads(*of, LLAMA.dtype) for of in (LLAMA.target, LLAMA.draft))
-    sizes = CheckSizes(config.num_particles, config.num_steps, heads, draft_layers=False)
+    target, draft = (Heads(*of, LLAMA.dtype) for of in (LLAMA.target, LLAMA.draft))
+    passes = Passes(target, (config.num_steps + 1,), True), Passes(draft, (1, 2), True)
+    sizes = CheckSizes(
+        config.num_particles,
+        config.num_steps,
+        passes,
+        draft_layers=False,
+        vocab_size=LLAMA.vocab,
+    )
     for check in CHECKS.values():
         check.play(TRITON, Inputs("cuda", sizes))
 

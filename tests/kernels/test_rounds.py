@@ -10,7 +10,7 @@ from toy_worker import Outcome
 
 from sglang_smc.models.softmax import Heads
 from sglang_smc.ops import TORCH, check
-from sglang_smc.ops.check_cases import CheckSizes
+from sglang_smc.ops.check_cases import CheckSizes, Passes
 from sglang_smc.options.request import OFF, Budget
 from sglang_smc.smc.ops import Ops
 
@@ -85,7 +85,9 @@ def test_all_kernels_pass(kernels: Ops, device: str) -> None:
     heads = Heads(4, 2, 16, dtype) if few else Heads(32, 8, 128, dtype)
     latent = Heads(2, 1, 24, dtype, 16) if few else Heads(16, 1, 576, dtype, 512)
     n_and_k = (2, 2) if few else (8, 8)
-    sizes = CheckSizes(*n_and_k, (heads, latent), gated_delta=True)
+    columns = 1, 2, n_and_k[1] + 1
+    passes = Passes(heads, columns), Passes(heads, columns, rotates=True), Passes(latent, columns)
+    sizes = CheckSizes(*n_and_k, passes, gated_delta=True, vocab_size=1000 if few else 128_256)
     assert not set(kernels) & set(TORCH), "an operation without a kernel"
     found = list(check.findings(kernels, device, sizes))
     assert [one for one in found if one.problem] == []

@@ -13,7 +13,7 @@ import sglang_smc
 from sglang_smc.command import doctor
 from sglang_smc.models.softmax import Heads
 from sglang_smc.ops import TORCH, check
-from sglang_smc.ops.check_cases import CHECKS, Check, CheckSizes, Inputs
+from sglang_smc.ops.check_cases import CHECKS, Check, CheckSizes, Inputs, Passes
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import parts
 from sglang_smc.smc.distribution import TokenDistribution
@@ -21,7 +21,8 @@ from sglang_smc.smc.ledger import Ledger
 from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.population import Population
 
-SIZES = CheckSizes(3, 2, (Heads(4, 2, 16, torch.float32),), gated_delta=True)
+HEADS = Heads(4, 2, 16, torch.float32)
+SIZES = CheckSizes(3, 2, (Passes(HEADS, (1, 3)), Passes(HEADS, (2, 3), True)), gated_delta=True)
 OPERATIONS = sorted(set(Ops._fields) - {"kind", "ledger", "population", "distribution"})
 METHODS = {"sample_and_score": "_sample", "score_tokens": "_score"}  # of `TokenDistribution`
 METHODS |= {name: name for name in ("filtered", "log_probs", "log_sums")}
@@ -190,7 +191,8 @@ def of_a_server(monkeypatch: pytest.MonkeyPatch, device: str = "cuda", **config:
     """The operations of a server whose kernel of attention fails the check."""
     kernels = TORCH._replace(kind="triton")
     monkeypatch.setattr(parts, "ops_of", lambda kind: kernels if kind == "triton" else TORCH)
-    monkeypatch.setattr(parts, "heads_of", lambda _: SIZES.heads[0])
+    monkeypatch.setattr(parts, "heads_of", lambda _: HEADS)
+    monkeypatch.setattr(parts, "may_rotate", lambda _: False)
     monkeypatch.setattr(parts, "is_gated_delta", lambda _: False)
     monkeypatch.setattr(check, "settle", lambda ops, *_: ops._replace(kind="torch"))
     return parts.operations(SMCConfig(**config), Mock(), Mock(), device, ALONE)
