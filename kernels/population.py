@@ -238,7 +238,7 @@ def _store(population, table, rows, counts, last, padded: tl.constexpr):
     tl.store(last + group, tl.load(population.columns.texts + first + place))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_columns"])
 def _extend(before, target, new, num_columns, padded: tl.constexpr):
     group, _, own, here = _members(before.num_particles, padded)
     source = before.columns

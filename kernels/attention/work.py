@@ -1,7 +1,7 @@
 """Split attention into programs."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -60,9 +60,24 @@ def chip_of(device: torch.device) -> Chip:
 @contextmanager
 def in_order() -> Iterator[None]:
     """Have each launch begin when the one before it has ended, as kernels are compiled from now."""
+    given = chip_of
+    with _chips(lambda device: given(device)._replace(overlaps=False)):
+        yield
+
+
+@contextmanager
+def on_chip(chip: Chip) -> Iterator[None]:
+    """Split attention, as kernels are compiled from now, for a GPU that need not be there."""
+    with _chips(lambda _: chip):
+        yield
+
+
+@contextmanager
+def _chips(of: Callable[[torch.device], Chip]) -> Iterator[None]:
+    """Have `chip_of` be another function."""
     global chip_of
     given = chip_of
-    chip_of = lambda device: given(device)._replace(overlaps=False)  # noqa: E731
+    chip_of = of  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -10,9 +10,11 @@ from sglang_smc import __version__
 from sglang_smc.command import extensions
 
 DOCTOR = "doctor"
-#: What each command does. All but `doctor` are those of sglang-smc-tools.
+COMPILE = "compile"
+#: What each command does. All but `doctor` and `compile` are those of sglang-smc-tools.
 COMMANDS = {
     DOCTOR: "check the installation, or whether a pair of models fits",
+    COMPILE: "fill Triton's cache for a pair of models, without a GPU",
     "demo": "show SMC beside plain decoding, with tiny models",
     "convert": "write a published draft's checkpoint for stock SGLang",
     "plan": "compute bounds on speed, and the fastest N and K",
@@ -25,11 +27,15 @@ COMMANDS = {
 
 def module_of(name: str) -> ModuleType | None:
     """Import a command, whose ``main(argv)`` returns an exit status; None if not installed."""
-    if name != DOCTOR:
-        return extensions.loaded(extensions.COMMANDS, name)
-    from sglang_smc.command import doctor
+    if name == DOCTOR:
+        from sglang_smc.command import doctor
 
-    return doctor
+        return doctor
+    if name == COMPILE:
+        from sglang_smc.command import compile
+
+        return compile
+    return extensions.loaded(extensions.COMMANDS, name)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +66,7 @@ def usage() -> str:
     commands = "\n".join(f"  {name:8}{told}" for name, told in COMMANDS.items())
     return (
         f"usage: sglang-smc COMMAND [OPTIONS], sglang-smc --version\n\n{commands}\n\n"
-        f"All but {DOCTOR} come with {extensions.PACKAGE}. sglang-smc COMMAND --help has options.\n"
+        f"All but {DOCTOR} and {COMPILE} come with {extensions.PACKAGE}. "
+        "sglang-smc COMMAND --help has options.\n"
         "To start a server: python -m sglang.launch_server --speculative-algorithm SMC ..."
     )

@@ -38,7 +38,7 @@ def test_without_its_tools_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(extensions, "entry_points", lambda group: ())
-    for name in set(cli.COMMANDS) - {cli.DOCTOR}:
+    for name in set(cli.COMMANDS) - {cli.DOCTOR, cli.COMPILE}:
         assert cli.main([name, "--help"]) == 2
         told = capsys.readouterr()
         assert f"{name} is a command of sglang-smc-tools" in told.err and told.out == ""
@@ -48,7 +48,7 @@ def test_without_its_tools_it_says_what_to_install(
 
 
 def test_help_and_a_plan_wait_for_nothing_heavy() -> None:
-    asked = ["--help", "doctor --help", "plan --help", "watch --help", PLAN]
+    asked = ["--help", "doctor --help", "compile --help", "plan --help", "watch --help", PLAN]
     program = (
         "import sys\nfrom sglang_smc.command.cli import main\n"
         f"for words in {[line.split() for line in asked]}:\n"

@@ -15,7 +15,6 @@ import math
 import sys
 from collections.abc import Callable
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import fake_cuda
@@ -24,9 +23,8 @@ import torch
 from compile_sizes import CHIPS, LLAMA, OTHERS, Layer, Sizes
 from machine_code import DEAREST, instructions_of_unit, resources
 from torch.utils._pytree import tree_map_only
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction, MockTensor
+from triton.runtime.jit import JITFunction
 
 from sglang_smc.kernels.attention import work
 from sglang_smc.kernels.attention.gated_delta import gated_delta
@@ -34,6 +32,7 @@ from sglang_smc.kernels.attention.latent import latent_attention
 from sglang_smc.kernels.attention.particle_attention import New, new_arrivals, particle_attention
 from sglang_smc.kernels.skinny import skinny
 from sglang_smc.models.gated_delta import RecurrenceInputs
+from sglang_smc.ops.compiling import Address, set_target
 from sglang_smc.ops.triton_ops import TRITON
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import shape_of_any, shape_of_server
@@ -63,17 +62,6 @@ def _long_round(run: Callable[..., Any]) -> None:
     config = SMCConfig(mode="exact", num_particles=4, num_steps=17)
     with pytest.MonkeyPatch.context() as patch:
         fake_cuda.trace_round(patch, config, shape_of_server(config), 1, TRITON, run)
-
-
-class Address(MockTensor):
-    """A tensor without values, aligned as on a GPU."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__(tensor.dtype)
-        self._offset = tensor.storage_offset() * tensor.element_size()
-
-    def data_ptr(self) -> int:  # type: ignore[override]
-        return self._offset
 
 
 def _texts(sizes: Sizes, **layer: Any) -> dict[str, Any]:
@@ -191,13 +179,7 @@ class Compiler:
 
     def compile_for(self, capability: int) -> None:
         """From now on compile for CUDA devices of some capability."""
-        # Triton keeps what it has compiled by device: each capability is one of its own.
-        device = SimpleNamespace(
-            get_current_target=lambda: GPUTarget("cuda", capability, 32),
-            get_current_device=lambda: capability,
-            get_current_stream=lambda device: device,
-        )
-        driver.set_active(device)  # type: ignore[arg-type]
+        set_target(capability)
         work.chip_of = lambda _: CHIPS[capability]  # type: ignore[assignment]
 
     def run(

