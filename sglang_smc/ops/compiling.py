@@ -61,7 +61,7 @@ class Address(MockTensor):
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor.dtype)
-        self._offset = tensor.storage_offset() * tensor.element_size()
+        self._offset = int(tensor.storage_offset()) * tensor.element_size()
 
     def data_ptr(self) -> int:  # type: ignore[override]
         return self._offset
@@ -135,7 +135,9 @@ def compile_checks(
     """
 
     class OfDevice(Inputs):
-        multiprocessors = device.chip.multiprocessors
+        @property
+        def multiprocessors(self) -> int:
+            return device.chip.multiprocessors
 
     with compiling(device) as found:
         for sizes in of:
