@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang_smc.kernels.reweight import _members
-from sglang_smc.kernels.tensors import contiguous
+from sglang_smc.kernels.tensors import as_float, contiguous
 from sglang_smc.smc.ledger import Arenas, Ledger, Wanted
 
 _TAIL_BLOCK = 64
@@ -64,7 +64,13 @@ def reserve(
     targets = torch.empty_like(slots[0])
     given = Wanted._make(contiguous(wanted))
     _reserve[(triton.cdiv(slots.numel(), _CELL_BLOCK),)](
-        _Rows.of(ledger), given, slots, positions, targets, *shape, block=_CELL_BLOCK
+        _Rows.of(ledger),
+        given,
+        slots,
+        positions,
+        targets,
+        tuple(map(as_float, shape)),
+        block=_CELL_BLOCK,
     )
     return slots, positions, targets
 
@@ -126,18 +132,11 @@ def commit(
     _write_back[(num_groups, triton.cdiv(max_arena, _ARENA_BLOCK))](rows, arena, block=_ARENA_BLOCK)
 
 
-@triton.jit(do_not_specialize=["padded_columns", "num_groups", "padded_particles"])
-def _reserve(
-    ledger,
-    wanted,
-    slots,
-    positions,
-    targets,
-    padded_columns,
-    num_groups,
-    padded_particles,
-    block: tl.constexpr,
-):
+@triton.jit
+def _reserve(ledger, wanted, slots, positions, targets, shape, block: tl.constexpr):
+    padded_columns = tl.cast(shape[0], tl.int32)
+    num_groups = tl.cast(shape[1], tl.int32)
+    padded_particles = tl.cast(shape[2], tl.int32)
     cell = tl.program_id(0) * block + tl.arange(0, block)
     inside = cell < num_groups * padded_particles * padded_columns
     own = cell // padded_columns  # of this particle, in [G, N]

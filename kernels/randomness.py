@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_smc.kernels.tensors import as_float
 from sglang_smc.smc.randomness import Purpose
 
 _BLOCK = tl.constexpr(256)
@@ -30,9 +31,9 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> 
         seeds.contiguous(),
         cells,
         numbers,
-        *cells.stride(),
-        *numbers.stride(),
-        *cells.shape,
+        tuple(map(as_float, cells.stride())),
+        tuple(map(as_float, numbers.stride())),
+        tuple(map(as_float, cells.shape)),
         int(purpose),
     )
     return drawn
@@ -66,39 +67,27 @@ def _uniform(seed, position, particle, purpose):
     return (state >> _BEYOND_MANTISSA).to(tl.float64) * _ULP
 
 
-# One kernel for all purposes and shapes: fields of records would be specialized.
-@triton.jit(
-    do_not_specialize=[
-        *("group_stride", "particle_stride", "column_stride"),
-        *("group_place", "particle_place", "column_place"),
-        *("num_groups", "num_particles", "num_columns", "purpose"),
-    ]
-)
-def _uniforms(
-    seeds,
-    positions,
-    drawn,
-    group_stride,
-    particle_stride,
-    column_stride,
-    group_place,
-    particle_place,
-    column_place,
-    num_groups,
-    num_particles,
-    num_columns,
-    purpose,
-):
+@triton.jit
+def _place(strides, group, particle, column):
+    of_particle = group * tl.cast(strides[0], tl.int32) + particle * tl.cast(strides[1], tl.int32)
+    return of_particle + column * tl.cast(strides[2], tl.int32)
+
+
+@triton.jit(do_not_specialize=["purpose"])
+def _uniforms(seeds, positions, drawn, strides, drawn_strides, shape, purpose):
+    num_groups = tl.cast(shape[0], tl.int32)
+    num_particles = tl.cast(shape[1], tl.int32)
+    num_columns = tl.cast(shape[2], tl.int32)
     place = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     inside = place < num_groups * num_particles * num_columns
     column = place % num_columns
     particle = place // num_columns % num_particles
     group = place // (num_columns * num_particles)
-    at = group * group_stride + particle * particle_stride + column * column_stride
+    at = _place(strides, group, particle, column)
     position = tl.load(positions + at, mask=inside, other=0)
     seed = tl.load(seeds + group, mask=inside, other=0)
-    to = group * group_place + particle * particle_place + column * column_place
-    tl.store(drawn + to, _uniform(seed, position, particle, purpose), mask=inside)
+    to = drawn + _place(drawn_strides, group, particle, column)
+    tl.store(to, _uniform(seed, position, particle, purpose), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_groups"])

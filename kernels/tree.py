@@ -166,10 +166,11 @@ def _grow(tree, num_chains, num_steps, places, listed, padded_chains: tl.constex
     if group == 0:
         tensors, strides = listed
         for column in tl.static_range(len(strides)):
-            tl.store(places + column * _NUM_FIELDS + _AT_STRIDE, strides[column])
-            for field in tl.static_range(len(tensors[0])):
-                place = _apart(tensors[0][field], tensors[column][field])
-                tl.store(places + column * _NUM_FIELDS + field, place)
+            if column < num_steps:  # others pad
+                tl.store(places + column * _NUM_FIELDS + _AT_STRIDE, strides[column])
+                for field in tl.static_range(len(tensors[0])):
+                    place = _apart(tensors[0][field], tensors[column][field])
+                    tl.store(places + column * _NUM_FIELDS + field, place)
     chain = tl.arange(0, padded_chains)
     here = chain < num_chains
     place = group * num_chains + chain

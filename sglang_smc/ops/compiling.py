@@ -30,7 +30,7 @@ from sglang_smc.ops.check_cases import CHECKS, CheckSizes, Inputs
 from sglang_smc.ops.triton_ops import TRITON
 
 
-class Device(NamedTuple):
+class CompileTarget(NamedTuple):
     """A kind of GPU to compile for."""
 
     capability: int  # 90: sm_90
@@ -39,13 +39,13 @@ class Device(NamedTuple):
 
 #: From data sheets.
 DEVICES = {
-    "a100": Device(80, A100),
-    "h100": Device(90, H100),
-    "h200": Device(90, H100),
-    "b200": Device(100, Chip(148, 227 << 10, overlaps=True)),
-    "l40s": Device(89, Chip(142, 99 << 10)),
-    "l4": Device(89, Chip(58, 99 << 10)),
-    "rtx-4090": Device(89, Chip(128, 99 << 10)),
+    "a100": CompileTarget(80, A100),
+    "h100": CompileTarget(90, H100),
+    "h200": CompileTarget(90, H100),
+    "b200": CompileTarget(100, Chip(148, 227 << 10, overlaps=True)),
+    "l40s": CompileTarget(89, Chip(142, 99 << 10)),
+    "l4": CompileTarget(89, Chip(58, 99 << 10)),
+    "rtx-4090": CompileTarget(89, Chip(128, 99 << 10)),
 }
 
 
@@ -95,7 +95,7 @@ def set_target(capability: int) -> None:
 
 
 @contextmanager
-def compiling(device: Device) -> Iterator[dict[str, Variant]]:
+def compiling(device: CompileTarget) -> Iterator[dict[str, Variant]]:
     """Compile kernels in place of launching them; yield their variants, by key, as they come.
 
     Raises ValueError where this process interprets Triton: nothing compiles there.
@@ -124,7 +124,7 @@ def compiling(device: Device) -> Iterator[dict[str, Variant]]:
 
 
 def compile_checks(
-    device: Device, of: Sequence[CheckSizes], told: Callable[[], Any]
+    device: CompileTarget, of: Sequence[CheckSizes], told: Callable[[], Any]
 ) -> list[Variant]:
     """Compile what the checks of a start launch at each of these sizes; return the variants.
 

@@ -55,7 +55,7 @@ def test_it_compiles_at_the_sizes_of_a_server(
             ["compile", "--target", "/nowhere", "--device", "h200"],
             "'/nowhere' has no configuration",
         ),
-        ([*TARGET, "--device", "h200", "--num-particles", "1000"], "num-particles"),
+        ([*TARGET, "--device", "h200", "--num-particles", "2000"], "num-particles is 2000"),
     ],
 )
 def test_it_says_what_is_allowed(
