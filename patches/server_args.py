@@ -84,7 +84,7 @@ def init_with_flags(original: Any, self: ServerArgs, *args: Any, **kwargs: Any) 
     retire_when="SGLang tells the algorithm in every process that its server starts.",
 )
 def check_with_hooks(original: Any, self: ServerArgs) -> None:
-    """Install the other hooks of an SMC server in the process that launches it.
+    """Install the other hooks of an SMC server in the process that launches it; compile kernels.
 
     Without SMC nothing changes.
 
@@ -92,7 +92,7 @@ def check_with_hooks(original: Any, self: ServerArgs) -> None:
     """
     original(self)
     if is_smc(self):
-        from sglang_smc.server import presets
+        from sglang_smc.server import ahead, presets
 
         view = upstream.resolved(self)
         for adapter in view.lora_paths if view.enable_lora else ():
@@ -101,6 +101,7 @@ def check_with_hooks(original: Any, self: ServerArgs) -> None:
         hooks.install(hooks.SMC)
         if "sglang.srt.entrypoints.http_server" in sys.modules:
             hooks.install(hooks.ROUTES)
+        ahead.start(self)
 
 
 @PATCHES.on(

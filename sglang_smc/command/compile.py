@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 NGRAM = "ngram"
 MTP = "mtp"
+MOST_PROCESSES = 4
+"""By default: a start loads weights beside it."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,6 +40,8 @@ def parser() -> argparse.ArgumentParser:
     chosen = "default: what a server chooses for the pair"
     add("--num-particles", type=positive, help=f"N; {chosen}")
     add("--num-steps", type=positive, help=f"K; {chosen}")
+    add("--processes", type=positive, default=min(MOST_PROCESSES, os.cpu_count() or 1), help="to "
+        "compile in")  # fmt: skip
     trust = "run code that comes with the models, as a server with this flag does"
     add("--trust-remote-code", action="store_true", help=trust)
     return result
@@ -49,18 +54,15 @@ def run(options: argparse.Namespace) -> int:
     from triton import knobs
 
     from sglang_smc.ops import compiling
-    from sglang_smc.ops.check_cases import CHECKS
 
-    device = compiling.DEVICES.get(options.device.lower())
-    if device is None:
-        known = ", ".join(compiling.DEVICES)
-        raise ValueError(f"--device is {options.device!r}; allowed: {known}. Choose one of them.")
+    device = compiling.target_named(options.device.lower())
     load_plugins()
     sizes = sizes_of(options)
+    jobs = compiling.jobs_of(sizes)
     start = compiling.cpu_seconds()
     interval = 0.2 if sys.stderr.isatty() else 10.0
-    with tqdm(total=len(sizes) * len(CHECKS), desc="Compiling", mininterval=interval) as bar:
-        found = compiling.compile_checks(device, sizes, bar.update)
+    with tqdm(total=len(jobs), desc="Compiling", mininterval=interval) as bar:
+        found = compiling.compile_checks(device, jobs, bar.update, options.processes)
     seconds = compiling.cpu_seconds() - start
     largest = sizes[0]
     print(

@@ -631,3 +631,5 @@ CHECKS = {
     "gated_delta": Check("kind", _gated_delta),
 }
 """Checks by the operation's name, which is that of its field of `Ops` where it has one."""
+ATTENTION = ("particle_attention", "latent_attention")
+"""Checks that run each pass of each model on its own."""

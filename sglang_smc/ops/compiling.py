@@ -10,8 +10,13 @@ Triton's driver replaced by one that names the target.
 """
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from itertools import product, starmap
+from multiprocessing import get_context
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -26,7 +31,7 @@ from triton.runtime.jit import JITFunction, MockTensor
 
 from sglang_smc.kernels.attention import work
 from sglang_smc.kernels.attention.work import A100, H100, Chip
-from sglang_smc.ops.check_cases import CHECKS, CheckSizes, Inputs
+from sglang_smc.ops.check_cases import ATTENTION, CHECKS, CheckSizes, Inputs
 from sglang_smc.ops.triton_ops import TRITON
 
 
@@ -49,6 +54,34 @@ DEVICES = {
 }
 
 
+_NUMBERS = re.compile(r"sm_(\d+):(\d+):(\d+)")
+
+
+def target_named(name: str) -> CompileTarget:
+    """Return one of `DEVICES`, or what `name_here` names.
+
+    Raises ValueError for another name.
+    """
+    if name in DEVICES:
+        return DEVICES[name]
+    found = _NUMBERS.fullmatch(name)
+    if found is None:
+        known = ", ".join(DEVICES)
+        raise ValueError(
+            f"--device is {name!r}; allowed: {known}, or as sm_90:132:227 a capability, the number "
+            "of multiprocessors and a program's KiB of shared memory. Choose one of them."
+        )
+    capability, multiprocessors, shared = map(int, found.groups())
+    return CompileTarget(capability, Chip(multiprocessors, shared << 10, capability >= 90))
+
+
+def name_here() -> str:
+    """Return a name of this process's GPU for `target_named`."""
+    chip = work.chip_of(torch.device("cuda", 0))
+    major, minor = torch.cuda.get_device_capability(0)
+    return f"sm_{major}{minor}:{chip.multiprocessors}:{chip.shared >> 10}"
+
+
 class Variant(NamedTuple):
     """A kernel as it is compiled once."""
 
@@ -65,6 +98,18 @@ class Address(MockTensor):
 
     def data_ptr(self) -> int:  # type: ignore[override]
         return self._offset
+
+
+class _Inputs(Inputs):
+    """As on a device."""
+
+    def __init__(self, device: CompileTarget, sizes: CheckSizes) -> None:
+        super().__init__("cuda", sizes)
+        self._multiprocessors = device.chip.multiprocessors
+
+    @property
+    def multiprocessors(self) -> int:
+        return self._multiprocessors
 
 
 class _Zeros(TorchDispatchMode):
@@ -123,26 +168,55 @@ def compiling(device: CompileTarget) -> Iterator[dict[str, Variant]]:
         driver._active = active
 
 
+class Job(NamedTuple):
+    """A check of a start, at some sizes."""
+
+    check: str  # of `CHECKS`
+    sizes: CheckSizes
+
+
+def jobs_of(of: Sequence[CheckSizes]) -> list[Job]:
+    """Return all checks at each of these sizes.
+
+    Attention, half of all seconds, comes first and pass by pass: so processes end together.
+    """
+    others = [name for name in CHECKS if name not in ATTENTION]
+    passes = (one for sizes in of for one in _each_pass(sizes))
+    return [*starmap(Job, product(ATTENTION, passes)), *starmap(Job, product(others, of))]
+
+
+def _each_pass(sizes: CheckSizes) -> Iterator[CheckSizes]:
+    for model in sizes.passes:
+        for columns in model.columns:
+            yield sizes._replace(passes=(model._replace(columns=(columns,)),))
+
+
 def compile_checks(
-    device: CompileTarget, of: Sequence[CheckSizes], told: Callable[[], Any]
+    device: CompileTarget, jobs: Sequence[Job], told: Callable[[], Any], processes: int = 1
 ) -> list[Variant]:
-    """Compile what the checks of a start launch at each of these sizes; return the variants.
+    """Compile what the checks of a start launch; return the variants.
 
     Args:
-        told: called after each of `CHECKS`, at each size.
+        told: called after each job.
+        processes: to compile in. They are forked from this one, which has imported all; it may not
+            have used a GPU.
 
     Raises ValueError where this process interprets Triton.
     """
-
-    class OfDevice(Inputs):
-        @property
-        def multiprocessors(self) -> int:
-            return device.chip.multiprocessors
-
-    with compiling(device) as found:
-        for sizes in of:
-            for check in CHECKS.values():
-                with FakeTensorMode(allow_non_fake_inputs=True), _Zeros(), torch.no_grad():
-                    check.play(TRITON, OfDevice("cuda", sizes))
-                told()
+    found: dict[str, Variant] = {}
+    with ProcessPoolExecutor(processes, get_context("fork")) as pool:
+        for variants in pool.map(partial(_compile, device), jobs):
+            found |= variants
+            told()
     return list(found.values())
+
+
+def _compile(device: CompileTarget, job: Job) -> dict[str, Variant]:
+    with (
+        compiling(device) as found,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _Zeros(),
+        torch.no_grad(),
+    ):
+        CHECKS[job.check].play(TRITON, _Inputs(device, job.sizes))
+    return found

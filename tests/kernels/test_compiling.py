@@ -16,7 +16,8 @@ from sglang_smc.ops.triton_ops import TRITON
 
 few = {name: CHECKS[name] for name in ("round_seeds", "uniforms", "same_text", "tally")}
 compiling.CHECKS = few
-made = {of.hash for of in compiling.compile_checks(compiling.DEVICES["h200"], [CheckSizes()], int)}
+device, jobs = compiling.DEVICES["h200"], compiling.jobs_of([CheckSizes()])
+made = {of.hash for of in compiling.compile_checks(device, jobs, int, processes=2)}
 
 # As on the GPU: tensors have values and addresses.
 compiling.set_target(90)
