@@ -42,14 +42,18 @@ from sglang_smc.smc.settings import Need
 from sglang_smc.state.logprobs import recorded_logprobs
 
 
-def _rounds(sizes: Sizes, run: Callable[..., Any]) -> None:
-    """Play what a server captures, for plain requests and for any, and each kind of filters."""
+def _rounds(sizes: Sizes, run: Callable[..., Any], *, is_all: bool) -> None:
+    """Play what a server captures for plain requests and for any, which run every line of kernels.
+
+    Of all sizes also what is between: requests with fewer kinds of filters.
+    """
     n_and_k = {"num_particles": sizes.particles, "num_steps": sizes.steps}
     config = SMCConfig(**n_and_k, max_lag=sizes.max_lag)
     logprobs = recorded_logprobs(sizes.vocab)
     plain, every = shape_of_server(config), shape_of_any(config, None, logprobs)
     beside = every.needs - {Need.FILTERS, Need.GREEDY}
-    kinds = set(), {Need.FILTERS}, {Need.FILTERS, Need.GREEDY}
+    between = (set(), {Need.FILTERS}) if is_all else ()
+    kinds = (*between, {Need.FILTERS, Need.GREEDY})
     of_kinds = (every.needing(beside | needs) for needs in kinds)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake_cuda, "VOCAB_SIZE", sizes.vocab)
@@ -78,11 +82,15 @@ def _texts(sizes: Sizes, **layer: Any) -> dict[str, Any]:
     return {"context": context, "max_prefix": sizes.context, "scaling": 0.1}
 
 
-def _attention(sizes: Sizes) -> None:
-    """As drafts of one and two tokens ask for it, and verification."""
+def _attention(sizes: Sizes, *, is_all: bool) -> None:
+    """As drafts of one and two tokens ask for it, and verification, which has most registers.
+
+    Of all sizes also drafts of what is rare.
+    """
     layers = [(Layer(sizes.draft), 1), (Layer(sizes.draft), 2)]
     layers += [(Layer(sizes.target), sizes.steps + 1)]
-    for layer, num_columns in (*layers, *product(sizes.layers, (1, sizes.steps + 1))):
+    of_rare = (1, sizes.steps + 1) if is_all else (sizes.steps + 1,)
+    for layer, num_columns in (*layers, *product(sizes.layers, of_rare)):
         if driver.active.get_current_target().arch >= layer.least_capability:
             attend(sizes, layer, num_columns)
     many = sizes._replace(groups=8)  # whose programs walk tails, too
@@ -94,7 +102,8 @@ def _attention(sizes: Sizes) -> None:
             attend(of, Layer(sizes.target), sizes.steps + 1, is_late=True)
     draft, target = sizes.latent_draft, sizes.latent_target
     if sizes.dtype != torch.float32:  # which is refused
-        for latents, num_columns in ((draft, 1), (draft, 2), (target, sizes.steps + 1)):
+        of_draft = [(draft, 1), (draft, 2)] if is_all else [(draft, 2)]
+        for latents, num_columns in (*of_draft, (target, sizes.steps + 1)):
             shape = sizes.groups, sizes.particles, num_columns, latents.q
             width = latents.rank + latents.rope
             query, cache = (torch.zeros(*s, width, dtype=sizes.dtype) for s in (shape, (64, 1)))
@@ -222,16 +231,17 @@ class Compiler:
 
 def main(arguments: list[str]) -> None:
     capabilities = [int(word) for word in arguments if word != "--all"]
+    is_all = "--all" in arguments
     compiler = Compiler()
     JITFunction.run = lambda *args, **options: compiler.run(*args, **options)
     for capability in capabilities:
         compiler.compile_for(abs(capability))
-        for compiler.sizes in [LLAMA, *OTHERS] if "--all" in arguments else [LLAMA]:
-            _attention(compiler.sizes)
+        for compiler.sizes in [LLAMA, *OTHERS] if is_all else [LLAMA]:
+            _attention(compiler.sizes, is_all=is_all)
             _products(compiler.sizes)
             _linear_attention(compiler.sizes)
             if capability > 0:
-                _rounds(compiler.sizes, compiler.run)
+                _rounds(compiler.sizes, compiler.run, is_all=is_all)
         if capability > 0:
             _long_round(compiler.run)
 
