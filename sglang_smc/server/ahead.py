@@ -12,7 +12,7 @@ from threading import Thread
 
 import torch
 
-from sglang_smc.command.compile import MTP, NGRAM
+from sglang_smc.drafts.sizes import NGRAM
 from sglang_smc.ops import kind_of
 from sglang_smc.process import config_of
 from sglang_smc.upstream import Arguments, resolved
@@ -50,10 +50,8 @@ def words(server_args: Arguments) -> list[str]:
 
     view = resolved(server_args)
     config = config_of(server_args)
-    draft = view.speculative_draft_model_path or NGRAM
     given = {
         "--target": view.model_path,
-        "--draft": MTP if draft == view.model_path else draft,
         "--device": name_here(),
         "--tp": view.tp_size,
         "--mode": config.mode,
@@ -61,6 +59,9 @@ def words(server_args: Arguments) -> list[str]:
         "--num-particles": config.num_particles,
         "--num-steps": config.num_steps,
     }
+    draft = view.speculative_draft_model_path or NGRAM
+    if draft != view.model_path:  # else the target's own layer drafts
+        given["--draft"] = draft
     flags = ["--trust-remote-code"] if view.trust_remote_code else []
     return [str(word) for option in given.items() for word in option] + flags
 

@@ -134,6 +134,8 @@ LISTED: Listed = {
     "models/draft_config.py": {"read_text"},
     # The file of --speculative-smc-presets, which the server's owner names.
     "server/presets.py": {"read_text"},
+    # Starts our own command, with words of the server's flags, before there are requests.
+    "server/ahead.py": {"subprocess"},
 }
 
 
@@ -167,6 +169,7 @@ OWN_TEXTS: Listed = {
         "'at most ' if config.adapts else ''",
         "chosen.told(config)",
     },
+    "server/ahead.py": {"error", "last"},  # of starting a command, and what that prints
     "ops/check.py": {"problem", "FLAG"},  # of a kernel's check
     "potentials/runner.py": {"self._stopped"},  # the operator's name for a potential
     "models/recorder.py": {"recorded"},

@@ -62,7 +62,7 @@ def test_programs(name: str, device: str, kernels: Ops, monkeypatch: pytest.Monk
     rng = random.Random(name)
     ops = TORCH._replace(ledger=Compared, kind="triton")  # particles share no slots
     program = PoolProgram(CONFIGS[name], rng, num_rows=8, ops=ops)
-    for _ in range(40):
+    for _ in range(28):
         program.act()
     if program.config.num_particles > 1:
         situations = "nothing common", "some have ended", "something common, something not"

@@ -261,7 +261,7 @@ TAILS = make_case([70, 1], [[300, 10], [0, 47]], num_columns=2)
 @pytest.mark.parametrize(
     ("case", "spans"),
     [
-        *((PREFIXES, {"prefix_spans": spans}) for spans in (1, 12, 31)),
+        *((PREFIXES, {"prefix_spans": spans}) for spans in (1, 31)),
         (TAILS, {"tail_spans": 8, "tail_span": 48}),
         *((case_of("latents, decode"), {"prefix_spans": spans}) for spans in (1, 9)),
     ],
