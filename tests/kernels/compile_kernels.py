@@ -89,7 +89,7 @@ def _attention(sizes: Sizes, *, is_all: bool) -> None:
     """
     layers = [(Layer(sizes.draft), 1), (Layer(sizes.draft), 2)]
     layers += [(Layer(sizes.target), sizes.steps + 1)]
-    of_rare = (1, sizes.steps + 1) if is_all else (sizes.steps + 1,)
+    of_rare = [1, sizes.steps + 1] if is_all else [sizes.steps + 1]
     for layer, num_columns in (*layers, *product(sizes.layers, of_rare)):
         if driver.active.get_current_target().arch >= layer.least_capability:
             attend(sizes, layer, num_columns)
