@@ -59,7 +59,9 @@ def _reading(
 
 
 def _longer(own: Curve, like: Curve, times: float = 1.0, factor: float = 1.0) -> Curve:
-    """Return a curve of two points at least, which goes on as another does.
+    """Return a curve that goes on as another does, where it does not rise itself.
+
+    A curve of one point does not, nor one whose smaller size took as long, by noise.
 
     Args:
         own: with points or without.
@@ -67,7 +69,7 @@ def _longer(own: Curve, like: Curve, times: float = 1.0, factor: float = 1.0) ->
         times: rows a request, over those of ``like``.
         factor: seconds over those of ``like`` at as many rows, where ``own`` has none.
     """
-    if len(own.points) > 1:
+    if len(own.points) > 1 and own.points[-1][1] > own.points[-2][1]:
         return own
     last = 0.0
     for size, seconds in own.points:

@@ -38,6 +38,7 @@ _REPEATS = 3
 _APART = 0.5  # distinct nodes by which trees differ at least to be measured apart
 _SECONDS = 4.0  # that rounds which are launched are measured for
 _OF_ROUNDS = 0.7  # share of this time for rounds, and the rest for what reading costs
+_ONCE = 0.6  # share of that in which each is run once: what was run once alone may have compiled
 _GROWS = 2.0  # times that a round takes longer than the longest before it, where rows ascend
 _LEAST = 2  # rounds that are measured whatever they take: of OFF, and of N = K = 1
 _RUNS_OF_READING = 4  # of the longest kind, at least
@@ -345,8 +346,8 @@ def _seconds_of(
     """Return the seconds of the fastest of each but the first, run in turns.
 
     The first may compile and allocate; what else the machine does may slow down others, but for
-    a model that runs in one thread of a CPU, whose own seconds count. Where time is short, turns
-    are fewer, and the last of the runs are left out.
+    a model that runs in one thread of a CPU, whose own seconds count. Where time is short, the last
+    of the runs have fewer turns than the first, or are left out.
 
     Args:
         runs: each prepares a run, in time that does not count, and returns it; those that take
@@ -367,14 +368,12 @@ def _seconds_of(
     times: dict[T, list[float]] = {}
     for key, prepare in runs.items():
         longest = max(map(max, times.values()), default=0.0)
-        if len(times) >= _LEAST and not allowance.has(_GROWS * longest, share):
+        if len(times) >= _LEAST and not allowance.has(_GROWS * longest, _ONCE * share):
             break
         times[key] = [seconds_of(prepare)]
-    for _ in range(_REPEATS):
-        if not allowance.has(sum(of[-1] for of in times.values()), share):
-            break
-        for key, of in times.items():
-            of.append(seconds_of(runs[key]))
+    turns = (key for _ in range(_REPEATS) for key in times)
+    for key in itertools.takewhile(lambda key: allowance.has(times[key][-1], share), turns):
+        times[key].append(seconds_of(runs[key]))
     return {key: min(of[1:] or of) for key, of in times.items()}
 
 

@@ -427,6 +427,11 @@ def test_rounds_that_were_not_measured_cost_what_as_many_rows_do() -> None:
     for of in (Budget(2, 2), Budget(2, 4)):
         alike = found.round(8, of, top, num_nodes=of.num_steps + 1.0)
         assert alike == pytest.approx(seconds(of, 8), rel=0.01)
+    # And where noise has few requests take as long as more do.
+    noisy = Budget(4, 1)
+    rounds[noisy] = Curve(tuple((size, seconds(noisy, 4)) for size in (1, 4)))
+    found = completed(RoundCosts(rounds, reading, nodes), budgets(top))
+    assert found.round(16, noisy, top) == pytest.approx(seconds(noisy, 16), rel=0.01)
 
 
 def test_sizes_stay_where_costs_are_not_known() -> None:
