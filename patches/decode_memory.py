@@ -20,8 +20,7 @@ from sglang_smc.options.request import OFF, Budget
 from sglang_smc.process import active, active_config
 from sglang_smc.server.hooks import Hooks
 from sglang_smc.state.request import arena_end, find_state, num_new, state_of
-from sglang_smc.state.texts import num_unread
-from sglang_smc.state.texts import shared_ids
+from sglang_smc.state.texts import num_unread, shared_ids
 from sglang_smc.upstream import NEWEST, allocated, holds_kv, kv_of, owner_of_slots
 
 PATCHES = Hooks()
