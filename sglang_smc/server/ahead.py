@@ -38,7 +38,7 @@ def start(server_args: Arguments) -> None:
             stderr=subprocess.STDOUT,
             text=True,
         )
-    except OSError as error:
+    except Exception as error:  # of the driver, or of starting a process
         logger.warning("SMC compiles no kernels while weights load: %s", error)
         return
     Thread(target=_tell, args=(process,), daemon=True).start()
