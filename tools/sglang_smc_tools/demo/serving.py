@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -23,6 +24,7 @@ from sglang_smc.command.program import ScriptError
 from sglang_smc_tools.commands import bar, interruptible
 
 HOST = "127.0.0.1"
+PORTS = 10_000, 30_000  # below those of connections that go out: 32768 to 60999 on Linux
 START_TIMEOUT = 600.0
 LOG_TAIL_LINES = 25
 
@@ -53,10 +55,15 @@ class Launch:
 
 
 def free_port() -> int:
-    """Return a TCP port that is currently unused."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
+    """Return a TCP port that is currently unused, of those that no connection takes by itself.
+
+    A server binds it much later: until then a port of the system's own choice may be another's.
+    """
+    while True:
+        port = random.SystemRandom().randrange(*PORTS)  # SGLang seeds the others
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            return port
 
 
 def server_command(launch: Launch) -> list[str]:
