@@ -10,7 +10,7 @@ import torch
 from sglang_smc.smc.weighing import draw, log_mean_exp, normalized
 
 TIE = 2.0**-10
-"""Log-weights on one multiple of this, in nats, count as equal where particles are ordered."""
+"""Log-weights on one multiple of this, in nats, count as equal where the next copy is chosen."""
 
 
 def common_tail(texts: torch.Tensor, lengths: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
@@ -82,10 +82,10 @@ def narrow(
         return none, log_weights, log_weights[:, 0], none[:, 0].bool()
     log_mean = log_mean_exp(log_weights, present.sum(1))
     by_weight = draw(normalized(log_weights), uniforms)
-    ordered = (log_weights / TIE).round() * TIE
-    drawn = torch.where(heaviest, ordered.argmax(1), by_weight)
+    drawn = torch.where(heaviest, log_weights.argmax(1), by_weight)
     stays = _begins_alike(texts, lengths, counts, drawn.unsqueeze(1)) & present
     leaves = present & ~stays
+    ordered = (log_weights / TIE).round() * TIE
     ancestors = torch.where(leaves, _splits(ordered, stays, leaves), _places(present))
     copies = (ancestors.unsqueeze(1) == _places(present).unsqueeze(2)) & present.unsqueeze(1)
     parts = copies.sum(2).gather(1, ancestors)  # [G, N]: into how many each weight is split

@@ -30,7 +30,7 @@ from sglang_smc.proposers.ngram import UniformDraft
 @pytest.fixture(autouse=True)
 def no_model_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     uniform: Any = UniformDraft(cast("Any", None), VOCAB)
-    monkeypatch.setattr(toy_worker, "LanguageModel", lambda *_: uniform)
+    monkeypatch.setattr(toy_worker, "ToyDraft", lambda *_: uniform)
 
 
 def played(num_particles: int, num_steps: int, **more: Any) -> Outcome:

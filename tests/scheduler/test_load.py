@@ -309,7 +309,7 @@ def test_a_server_says_what_memory_there_is(tight: Server) -> None:
     memory = tight.ask(GetInternalStateReq()).internal_state["smc"]["memory"]
     arena = memory["modes"]["smc"]["slots"]
     assert (memory["pool_slots"], arena, memory["longest"]) == (400, 80, 319)
-    assert memory["beside"]["rows of particles"] == 9 * 4 * 64 * 4
+    assert memory["beside"]["rows of particles"] == 9 * 4 * 32 * 4
     end = tight.generate(input_ids=[3] * 330, sampling_params={"max_new_tokens": 4}).end
     assert end is not None
     assert "holds 400 tokens, of which 80 are kept" in end["message"]

@@ -320,6 +320,7 @@ class Server(SMCWorker):
         self.config, self.device, self.card, self.tp_size = config, "cuda", card, tp_size
         self._tables = tables(card.vocab_size)
         self._states: Any = mock.Mock()
+        self._prefill: Any = mock.Mock(unread_bytes=0)
         draft = mock.Mock(has_stock_passes=False, state_bytes=0)
         self._round: Any = mock.Mock(play=card.play, draft=draft)
         self._graph_sizes = STOCK
