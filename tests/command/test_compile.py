@@ -1,14 +1,21 @@
-"""``sglang-smc compile``: at which sizes it compiles, and what it says."""
+"""``sglang-smc compile``: at which sizes it compiles, and what it says.
+
+It imports kernels, which tests/kernels has interpreted: so none is imported as tests are collected.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from sglang_smc.command import cli
-from sglang_smc.ops import compiling
-from sglang_smc.ops.check_cases import CheckSizes
+
+if TYPE_CHECKING:
+    from sglang_smc.ops import compiling
+    from sglang_smc.ops.check_cases import CheckSizes
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
 TARGET = ["compile", "--target", str(PAIR / "target")]
@@ -17,6 +24,8 @@ TARGET = ["compile", "--target", str(PAIR / "target")]
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[CheckSizes]:
     """The sizes that are compiled at; nothing is compiled."""
+    from sglang_smc.ops import compiling
+
     found: list[CheckSizes] = []
 
     def compile_checks(
