@@ -6,13 +6,17 @@ are held against are those whose laws tests/property proves. So an engine need p
 wrong one shows in a single text: whatever the logits of a model, the slots of a particle, a mask
 or a state of it have wrong changes some weight in the third digit.
 
+Some run in a scheduler of the test's own process, without the rest of an engine, whose start takes
+longer than its answers. Images and adapters need an engine, whose client's side takes part.
+
 By seeds: no number that is drawn lies so near a border that rounding of float32 moves it.
 """
 
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +44,7 @@ from model_families import MTP, make_model
 from published_heads import EAGLE, EAGLE_QWEN2, FULL, LATENT, PUBLISHED, PublishedDraft
 from safetensors.torch import load_file
 from seen_images import add_processor, check_images, with_names
+from sglang.srt.managers import scheduler as sglang_scheduler
 from tiny_models import smc_arguments
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -49,6 +54,7 @@ from sglang_smc.options.server import CPU_OVERLAP_ENV
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 NUM_STEPS = 3
+RETRACT_EVERY = 9  # passes of the scheduler
 ROOM = {"chunked_prefill_size": 16}
 LENGTHS = [1, 2, 7, 16, 30, 45]  # of prompts: some longer than a window, and than a chunk, or two
 #: What a request asks for: `custom_params.smc` and sampling parameters.
@@ -90,21 +96,24 @@ class Case(NamedTuple):
     adapters: tuple[str, ...] = ()  # of LoRA, between which requests take turns, and none
     seed: int = 3  # of the target's weights
     positions: int | None = None  # that the draft says it has; None: as many as the target
+    in_process: bool = False  # in a scheduler of this process, not an engine
 
 
 SHORT = 16  # of positions: fewer than most texts have tokens
 
 RECURRENT = {"disable_radix_cache": True}
 CASES = {
-    "windows and caps": Case("gemma2", "gemma3_text"),
-    "latents": Case("deepseek_v3", "deepseek_v2"),
-    "experts, on both sides": Case("mixtral", "glm4_moe"),
+    "windows and caps": Case("gemma2", "gemma3_text", in_process=True),
+    "latents": Case("deepseek_v3", "deepseek_v2", in_process=True),
+    "experts, on both sides": Case("mixtral", "glm4_moe", in_process=True),
     "images": Case("qwen3_vl", "mistral3"),
-    "padding of the target": Case("padded", "llama", positions=SHORT),
-    "padding of the draft": Case("llama", "padded"),
-    "8 bits": Case("llama", "llama", {"kv_cache_dtype": "fp8_e5m2"}, retracts=False),
-    EAGLE3: Case("llama", EAGLE3),
-    HOT: Case("llama", HOT, positions=SHORT),
+    "padding of the target": Case("padded", "llama", positions=SHORT, in_process=True),
+    "padding of the draft": Case("llama", "padded", in_process=True),
+    "8 bits": Case(
+        "llama", "llama", {"kv_cache_dtype": "fp8_e5m2"}, retracts=False, in_process=True
+    ),
+    EAGLE3: Case("llama", EAGLE3, in_process=True),
+    HOT: Case("llama", HOT, positions=SHORT, in_process=True),
     APART: Case("llama", APART),
     PART: Case("llama", PART, positions=SHORT),
     "adapters": Case("llama", FULL, {"max_loras_per_batch": 3}, adapters=("a", "b")),
@@ -199,20 +208,63 @@ def case(request: pytest.FixtureRequest) -> Case:
     return {**CASES, **OTHERS}[request.param]
 
 
+#: An engine says None of some that a scheduler leaves out.
+NONE = dict.fromkeys(("spec_smc_log_evidence", "spec_smc_watched_ct"))
+
+
+class InProcess:
+    """A scheduler in this process, asked as an engine is."""
+
+    def __init__(self, server: Any) -> None:
+        self.server = server
+
+    def generate(
+        self,
+        input_ids: list[list[int]],
+        sampling_params: list[dict[str, Any]],
+        lora_path: Sequence[None],
+        return_logprob: bool = False,
+        logprob_start_len: list[int] | None = None,
+    ) -> list[dict[str, Any]]:
+        assert not any(lora_path), "adapters are asked of an engine"
+        starts = logprob_start_len or [-1] * len(input_ids)
+        asked = [
+            {
+                "input_ids": tokens,
+                "sampling_params": params,
+                "return_logprob": return_logprob,
+                "logprob_start_len": start,
+            }
+            for tokens, params, start in zip(input_ids, sampling_params, starts, strict=True)
+        ]
+        replies = self.server.play(asked, every=0)
+        return [{"output_ids": one.output_ids, "meta_info": NONE | one.meta} for one in replies]
+
+
 @pytest.fixture
-def environment(case: Case) -> Iterator[None]:
-    """Results reach the scheduler one round late, as on a GPU."""
-    with pytest.MonkeyPatch.context() as patch:
+def begin(engine: Callable[..., Any], case: Case) -> Iterator[Callable[..., Any]]:
+    """Start what is asked; results reach its scheduler one round late, as on a GPU."""
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv(CPU_OVERLAP_ENV, "1")
         if case.retracts:
             patch.setenv("SGLANG_TEST_RETRACT", "1")
-            patch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "9")
-        yield
+            patch.setenv("SGLANG_TEST_RETRACT_INTERVAL", str(RETRACT_EVERY))
+            patch.setattr(sglang_scheduler, "TEST_RETRACT", True)  # as these names are read
+            patch.setattr(sglang_scheduler, "TEST_RETRACT_INTERVAL", RETRACT_EVERY)
+
+        def start(**arguments: Any) -> Any:
+            if not case.in_process or not upstream.IS_NEWER:  # older ones have no such scheduler
+                return engine(**arguments)
+            import in_process
+
+            running = in_process.running(overlap=True, **arguments)
+            return InProcess(stack.enter_context(running))
+
+        yield start
 
 
-@pytest.mark.usefixtures("environment")
 def test_answers_are_those_of_rounds_over_transformers(
-    engine: Callable[..., Any], tmp_path: Path, case: Case
+    begin: Callable[..., Any], tmp_path: Path, case: Case
 ) -> None:
     if case.arguments is RECURRENT and not upstream.IS_NEWEST:
         pytest.skip("older releases are refused")
@@ -260,7 +312,7 @@ def test_answers_are_those_of_rounds_over_transformers(
     arguments = case.arguments | ({"lora_paths": paths} if paths else {})
     arguments |= {"enable_multimodal": True} if sees else {}
     given = None if case.draft == MTP else draft
-    running = engine(**smc_arguments(target, given, **settings, **ROOM, **arguments))
+    running = begin(**smc_arguments(target, given, **settings, **ROOM, **arguments))
     prompts, params = requests(asked, last)
     # Each prompt with each adapter: the cache must tell them apart.
     names = [[*targets][i // len(LENGTHS) % len(targets)] for i in range(len(prompts))]
