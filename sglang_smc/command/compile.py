@@ -7,14 +7,16 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from sglang_smc.command.program import command, positive
+from sglang_smc.drafts.sizes import NGRAM
 from sglang_smc.options.request import Budget, budgets
 from sglang_smc.options.server import ADAPTIVE, MODES, SMCConfig
 
 if TYPE_CHECKING:
     from sglang_smc.ops.check_cases import CheckSizes, Passes
 
-NGRAM = "ngram"
 MTP = "mtp"
 MOST_PROCESSES = 4
 """By default: a start loads weights beside it."""
@@ -106,15 +108,15 @@ def _settings(options: argparse.Namespace, target: Any, draft: Any) -> SMCConfig
     from sglang_smc.drafts import kinds, sizes
 
     config = SMCConfig(mode=options.mode, adaptive=options.adaptive)
-    kind, of_draft = options.draft, None
+    kind = options.draft
+    of_draft = None
     if draft is not None:
         of_draft = draft.hf_config.to_dict()
         kind = kinds.kind_of((draft.hf_config.architectures or [""])[0])
     is_mixture = sizes.is_mixture(target.hf_config.to_dict())
     chosen = sizes.choose(kind, of_draft, config, is_mixture=is_mixture)
-    config = SMCConfig(
-        mode=options.mode,
-        adaptive=options.adaptive,
+    config = replace(
+        config,
         num_particles=options.num_particles or chosen.num_particles,
         num_steps=options.num_steps or chosen.num_steps,
     )

@@ -213,10 +213,12 @@ def kernel_findings(num_particles: int, num_steps: int) -> Iterator[Finding]:
         yield fail("kernels", f"cannot be imported: {error}", _OF_KERNEL)
         return
     # Of Llama 3 8B and DeepSeek-V2-Lite; small ones for the interpreter.
-    plain, latent = Heads(32, 8, 128, torch.bfloat16), Heads(16, 1, 576, torch.bfloat16, 512)
+    plain = Heads(32, 8, 128, torch.bfloat16)
+    latent = Heads(16, 1, 576, torch.bfloat16, 512)
     vocab_size = 128_256
     if device == "cpu":
-        plain, latent = Heads(4, 2, 32, torch.float32), Heads(3, 1, 40, torch.float32, 32)
+        plain = Heads(4, 2, 32, torch.float32)
+        latent = Heads(3, 1, 40, torch.float32, 32)
         vocab_size = 1000
     columns = 1, 2, num_steps + 1
     passes = Passes(plain, columns), Passes(plain, columns, rotates=True), Passes(latent, columns)

@@ -23,17 +23,12 @@ class UnreadSlots:
         # As wide as a slot's KV is at least, with which marks are moved (`handover.move`).
         self.marks = torch.zeros(num_slots, dtype=torch.int32, device=table.device)
         self._table = table
-        self._has_some = False
-
-    @property
-    def has_some(self) -> bool:
-        """Return whether any slot was ever marked; until then none has to be looked at."""
-        return self._has_some
+        self.has_some = False  # any was ever marked; until then none has to be looked at
 
     def mark(self, slots: torch.Tensor, *, unread: bool) -> None:
         """Mark ``slots`` ``[M]``, or clear their marks."""
-        self._has_some |= unread
-        if self._has_some:
+        self.has_some |= unread
+        if self.has_some:
             self.marks.index_fill_(0, slots.long(), int(unread))
 
     def mark_row(self, row: int, start: int, end: int, *, unread: bool) -> None:

@@ -56,7 +56,6 @@ class ParticleForward:
             runner, tails, attention, first_key=self._first_key, blocks=self._blocks
         )
         leave_rotations(runner.model, self.attn_backend)
-        self.max_columns = max_columns
         self._counts = torch.arange(max_columns + 1, device=tails.device)
         self.merges = attention == "torch"  # rows of one slot are run once
 

@@ -31,7 +31,7 @@ PREFIX = 80  # a multiple of 16, as of a server's rows
 
 
 class Passes(NamedTuple):
-    """How a model's attention runs in rounds."""
+    """Say how a model's attention runs in rounds."""
 
     heads: Heads
     columns: tuple[int, ...]  # tokens of a particle in a pass

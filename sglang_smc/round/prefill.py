@@ -75,7 +75,7 @@ class Prefill:
     _init_from_prompt: Callable[[ScheduleBatch], None]  # the target's, see `ParticleForward`
     unread: UnreadSlots | None
     chunk_size: int = 8192  # tokens that the draft reads in one pass behind the target
-    _last: ScheduleBatch | None = None  # of which `_read_texts` takes what does not change
+    _last: ScheduleBatch | None = None  # whose tokens were skipped: `finish` reads texts by it
 
     def run(self, batch: ScheduleBatch, budget: Budget | None) -> GenerationBatchResult:
         """Prefill a batch of prompts; the target's first token is an exact sample."""
@@ -141,7 +141,6 @@ class Prefill:
         Args:
             batch: any of the server, of whose requests some may be ``reqs``.
         """
-        self._last = batch
         # One that ended as the result before this round was read has given its row back.
         behind = [req for req in reqs if holds_kv(req) and state_of(req).num_read is not None]
         if not behind:

@@ -69,7 +69,6 @@ class SlotModel:
     attn_backend: Any = None
     merges = True
     tails: torch.Tensor  # the particles' rows, set with the tables
-    max_columns: int  # of a chain, set with them
 
     def __init__(self, language: Language, rows: torch.Tensor, num_slots: int) -> None:
         self.language = language
@@ -199,7 +198,6 @@ class ToyWorker:
         nobody: Any = None
         for model in models:
             model.tails = tables.ledger.tails
-            model.max_columns = config.num_steps + 1
         drafts = ToyDraft(models[1], nobody)
         worker._corpus = self.corpus
         worker._round = ServedRound(models[0], drafts, tables, self.corpus)
