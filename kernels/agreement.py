@@ -9,8 +9,10 @@ import triton.language as tl
 from sglang_smc.kernels.randomness import _mix
 from sglang_smc.kernels.reweight import _members
 from sglang_smc.kernels.tensors import as_float, contiguous
+from sglang_smc.smc.prefixes import TIE
 
 _BLOCK = tl.constexpr(64)  # tokens of each tail that a program loads at once
+_TIE = tl.constexpr(TIE)
 
 
 class _Texts(NamedTuple):
@@ -157,13 +159,24 @@ def _begins_alike(texts, length, count, particle, drawn, here):
 def _splits(weight, stays, leaves, num_free, particle, padded: tl.constexpr):
     """Return the ancestor in each place, see `smc.prefixes._splits`, and each copy's log-weight."""
     place = tl.cumsum(leaves.to(tl.int32), 0) - 1  # among the free ones
+    ordered = tl.where(stays, _without_rounding(weight), -float("inf"))
     ancestor = particle
-    share = weight
     parts = stays.to(tl.int32)
+    log_parts = tl.zeros_like(weight)
     for free in range(0, num_free):
-        shared = tl.where(stays, share, -float("inf"))
-        best = tl.min(tl.where(shared == tl.max(shared, 0), particle, padded), 0)
+        best = _first_heaviest(ordered - log_parts, particle, padded)
         ancestor = tl.where(leaves & (place == free), best, ancestor)
         parts += (particle == best).to(tl.int32)
-        share = weight - tl.log(tl.where(stays, parts, 1).to(tl.float64))
-    return ancestor, share
+        log_parts = tl.log(tl.where(stays, parts, 1).to(tl.float64))
+    return ancestor, weight - log_parts
+
+
+@triton.jit
+def _without_rounding(weight):
+    """Return the log-weights on multiples of `smc.prefixes.TIE`."""
+    return tl.floor(weight / _TIE + 0.5) * _TIE
+
+
+@triton.jit
+def _first_heaviest(weight, particle, padded: tl.constexpr):
+    return tl.min(tl.where(weight == tl.max(weight, 0), particle, padded), 0)

@@ -10,7 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.kernels.agreement import _begins_alike, _log_sum, _splits, _Texts, _texts
+from sglang_smc.kernels.agreement import (
+    _begins_alike,
+    _first_heaviest,
+    _log_sum,
+    _splits,
+    _Texts,
+    _texts,
+    _without_rounding,
+)
 from sglang_smc.kernels.randomness import _uniform
 from sglang_smc.kernels.reweight import _ancestors, _members, _normalized, _num_distinct
 from sglang_smc.kernels.tensors import contiguous
@@ -347,8 +355,7 @@ def _drawn(asked, group, furthest, log_weights, relative, particle, padded: tl.c
     """Return the particle that gives the tokens: drawn by weight, or the first heaviest."""
     point = _uniform(tl.load(asked.seeds + group), furthest, particle * 0, _SELECT)
     by_weight = tl.max(_ancestors(_normalized(relative), point, particle), 0)
-    is_heaviest = log_weights == tl.max(log_weights, 0)
-    heaviest = tl.min(tl.where(is_heaviest, particle, padded), 0)
+    heaviest = _first_heaviest(_without_rounding(log_weights), particle, padded)
     return tl.where(tl.load(asked.heaviest + group) != 0, heaviest, by_weight)
 
 

@@ -10,7 +10,7 @@ import torch
 from sglang_smc.smc.weighing import draw, log_mean_exp, normalized
 
 TIE = 2.0**-10
-"""Log-weights on one multiple of this, in nats, count as equal where the next copy is chosen."""
+"""Log-weights on one multiple of this, in nats, count as equal where particles are ordered."""
 
 
 def common_tail(texts: torch.Tensor, lengths: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def narrow(
     Free places are filled by splitting: each of a particle's c copies, itself included, has a c-th
     of its weight; the heaviest copy is split next, of equal ones the first. That is
     deterministic, and changes no mean. Where the draft is right, weights are equal but for errors
-    of rounding, which another batch has otherwise: `TIE` keeps them from choosing the copy.
+    of rounding, which another batch has otherwise: `TIE` keeps them from choosing a particle.
 
     Args:
         log_weights: ``[G, N]`` float64.
@@ -82,10 +82,10 @@ def narrow(
         return none, log_weights, log_weights[:, 0], none[:, 0].bool()
     log_mean = log_mean_exp(log_weights, present.sum(1))
     by_weight = draw(normalized(log_weights), uniforms)
-    drawn = torch.where(heaviest, log_weights.argmax(1), by_weight)
+    ordered = _without_rounding(log_weights)
+    drawn = torch.where(heaviest, ordered.argmax(1), by_weight)
     stays = _begins_alike(texts, lengths, counts, drawn.unsqueeze(1)) & present
     leaves = present & ~stays
-    ordered = (log_weights / TIE).round() * TIE
     ancestors = torch.where(leaves, _splits(ordered, stays, leaves), _places(present))
     copies = (ancestors.unsqueeze(1) == _places(present).unsqueeze(2)) & present.unsqueeze(1)
     parts = copies.sum(2).gather(1, ancestors)  # [G, N]: into how many each weight is split
@@ -119,6 +119,11 @@ def _splits(log_weights: torch.Tensor, stays: torch.Tensor, leaves: torch.Tensor
     order = quotients.flatten(1).sort(dim=1, descending=True, stable=True).indices
     which = (leaves.cumsum(1) - 1).clamp_min(0)
     return order.gather(1, which) // num_particles
+
+
+def _without_rounding(log_weights: torch.Tensor) -> torch.Tensor:
+    """Return the log-weights on multiples of `TIE`: errors of rounding are far smaller."""
+    return (log_weights / TIE + 0.5).floor() * TIE
 
 
 def _only(log_weights: torch.Tensor, of: torch.Tensor) -> torch.Tensor:

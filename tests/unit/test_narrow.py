@@ -54,6 +54,8 @@ def test_rounding_of_equal_weights_chooses_no_copy() -> None:
     for index in range(4):
         rounded = [-0.2 + 1e-6 * (place == index) for place in range(4)]
         assert of_group(tails, rounded, 1, [0.0]).ancestors.tolist() == equal.ancestors.tolist()
+        found = of_group(tails, rounded, 1, [0.9], heaviest=True)
+        assert found.ancestors.tolist() == equal.ancestors.tolist()
 
 
 def test_a_tail_that_has_ended_is_shared_by_its_own_kind_alone() -> None:

@@ -70,9 +70,9 @@ def new_head(
     makers = {"eagle3": _new_eagle3, "mtp": _new_mtp, "dflash": _new_dflash, "dspark": _new_dspark}
     head = makers[kind](target_config(target), **sizes)
     generator = torch.Generator().manual_seed(seed)
-    for weight in head.parameters():
-        if weight.ndim == 2:
-            nn.init.normal_(weight, std=scale * weight.shape[1] ** -0.5, generator=generator)
+    for name, weight in head.named_parameters():
+        if weight.ndim == 2 or name.endswith("bias"):  # the rest are scales of norms
+            nn.init.normal_(weight, std=scale * weight.shape[-1] ** -0.5, generator=generator)
     save_head(head, folder, dtype)
     return Path(folder)
 

@@ -84,6 +84,16 @@ def test_weights_come_back(head: TrainableDraft, target: Path, tmp_path: Path) -
         assert torch.equal(weight, own[name] + 1)
 
 
+def test_a_seed_fixes_every_weight(head: TrainableDraft, target: Path, tmp_path: Path) -> None:
+    """Red where one is drawn by torch's own state, as biases once were."""
+    kind = type(head.module).__name__.lower()
+    own = {name: weight.clone() for name, weight in head.module.named_parameters()}
+    layers = {} if kind == "mtp" else {"layer_ids": (0, 2)}
+    new_head(kind, target, tmp_path / "again", **layers, dtype=torch.float32)
+    for name, weight in load_draft(tmp_path / "again", target, CPU).module.named_parameters():
+        assert torch.equal(weight, own[name]), name
+
+
 @pytest.mark.parametrize(
     ("kind", "given", "said"),
     [
