@@ -27,7 +27,8 @@ MAX_TOKENS = 160
 #: the demos', are larger.
 MAX_PROBLEMS = 10_000
 #: What is kept of ``meta_info``.
-KEPT, KEPT_PREFIX = ("completion_tokens", "spec_verify_ct"), "spec_smc_"
+KEPT = ("completion_tokens", "spec_verify_ct")
+KEPT_PREFIX = "spec_smc_"
 CONCURRENCY = 64
 LOG = "engine.log"
 #: Settings of all engines; they make answers comparable.
@@ -110,7 +111,8 @@ class Record:
 
 def grade(reply: Reply) -> Record:
     """Return the record of a reply; raise BenchError if some of its tokens are missing."""
-    info, index = reply.meta_info, reply.index
+    info = reply.meta_info
+    index = reply.index
     if len(reply.output_ids) != info["completion_tokens"]:
         raise study.BenchError(
             f"Problem {index} was answered with {info['completion_tokens']} tokens, of which "
@@ -186,7 +188,8 @@ class Study(ABC, Generic[C, A]):
 
     def run(self) -> None:
         """Do what the options select."""
-        options, began = self.options, time.monotonic()
+        options = self.options
+        began = time.monotonic()
         for log in map(self.answers.__getitem__, self.selected):
             if options.fresh and not options.list:
                 log.drop()

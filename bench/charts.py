@@ -54,7 +54,8 @@ def scatter(
         drawn = {point.series for point in points}
         for name in (name for name in styles if name in drawn):
             here = sorted(point for point in points if point.series == name)
-            y, (colour, marker) = [point.y for point in here], styles[name]
+            y = [point.y for point in here]
+            colour, marker = styles[name]
             ends = [[v.mean - v.low for v in y], [v.high - v.mean for v in y]]
             style = {"color": colour, "fmt": marker, "mec": "white", "label": name}
             axes.errorbar([point.x for point in here], [v.mean for v in y], ends, **style)

@@ -9,7 +9,9 @@ from typing import Any
 from sglang_smc_tools.plan.shapes import ModelShape
 
 #: Token ids; the first word of a prompt is neither padding nor EOS.
-PADDING, END, FIRST_TOKEN = 0, 1, 2
+PADDING = 0
+END = 1
+FIRST_TOKEN = 2
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> None:

@@ -42,7 +42,8 @@ def paired_ratio_difference(
     ours: tuple[np.ndarray, np.ndarray], reference: tuple[np.ndarray, np.ndarray]
 ) -> Interval:
     """Return our ratio of sums minus the reference's, over the same problems in order, ``[n]``."""
-    (one, its), (other, their) = _linearized(*ours), _linearized(*reference)
+    one, its = _linearized(*ours)
+    other, their = _linearized(*reference)
     return _around(one - other, its - their)
 
 
@@ -50,7 +51,8 @@ def paired_ratio_of_ratios(
     ours: tuple[np.ndarray, np.ndarray], reference: tuple[np.ndarray, np.ndarray]
 ) -> Interval:
     """Return our ratio of sums over the reference's, over the same problems in order, ``[n]``."""
-    (one, its), (other, their) = _linearized(*ours), _linearized(*reference)
+    one, its = _linearized(*ours)
+    other, their = _linearized(*reference)
     return _around(one / other, (its - one / other * their) / other)
 
 
@@ -84,9 +86,11 @@ def paired_difference(
         return None
     won = sum(ours[key] and not reference[key] for key in common)
     lost = sum(reference[key] and not ours[key] for key in common)
-    up, down = (won + 1) / (n + 2), (lost + 1) / (n + 2)
+    up = (won + 1) / (n + 2)
+    down = (lost + 1) / (n + 2)
     half = Z95 * math.sqrt((up + down - (up - down) ** 2) / (n + 2))
-    low, high = max(-1.0, up - down - half), min(1.0, up - down + half)
+    low = max(-1.0, up - down - half)
+    high = min(1.0, up - down + half)
     return Interval((won - lost) / n, low, high, n)
 
 
@@ -116,7 +120,8 @@ def kl_at_least(log_ratios: Sequence[np.ndarray]) -> Interval:
     """
     gains = _log_likelihood_gains(log_ratios)  # [n, W]
     n = len(gains)
-    fold, values = np.arange(n) % FOLDS, np.empty(n)
+    fold = np.arange(n) % FOLDS
+    values = np.empty(n)
     for held_out in range(FOLDS):
         own = fold == held_out
         values[own] = gains[own][:, gains[~own].mean(0).argmax()]
@@ -140,7 +145,8 @@ def watched_tilt(meta_infos: Sequence[Mapping[str, Any]]) -> Interval | None:
     total = float(pairs[:, 1].sum())
     if total <= 0:
         return None
-    mean, half = float(pairs.prod(1).sum() / total), Z95 / math.sqrt(total)
+    mean = float(pairs.prod(1).sum() / total)
+    half = Z95 / math.sqrt(total)
     return Interval(mean, mean - half, mean + half, len(pairs))
 
 
@@ -161,7 +167,8 @@ def speed_ratio(logs: Sequence[float], others: Sequence[float] = ()) -> Interval
     mean, low, high, n = mean_of(logs)
     if others:
         low, high = _bounds(ttest_ind, logs, others, equal_var=False)
-        mean, n = mean - fmean(others), min(n, len(others))
+        mean = mean - fmean(others)
+        n = min(n, len(others))
     return Interval(math.exp(mean), math.exp(low), math.exp(min(high, 700.0)), n)
 
 

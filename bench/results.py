@@ -73,7 +73,8 @@ def flat(row: Any) -> dict[str, Any]:
 def _row(kind: type[R], line: Mapping[str, str]) -> R:
     content: dict[str, Any] = {}
     for field in fields(kind):
-        name, said = field.name, str(field.type)
+        name = field.name
+        said = str(field.type)
         if "Interval" in said:
             parts = [_number(line.get(f"{name}_{part}", "")) for part in Interval._fields]
             content[name] = None if parts[0] is None else Interval(*parts)

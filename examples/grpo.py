@@ -68,7 +68,8 @@ class Training:
     """A policy, its draft if it has one that learns, and the engine that samples from them."""
 
     def __init__(self, method: str, given: argparse.Namespace) -> None:
-        self.method, self.samples = method, given.samples
+        self.method = method
+        self.samples = given.samples
         self.tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
         self.policy, self.optimizer = trainable(PAIR / "target", given.learning_rate)
         self.draft, self.draft_optimizer = trainable(PAIR / "draft", given.draft_learning_rate)
@@ -145,7 +146,8 @@ class Training:
     def distill(self, rollouts: Rollouts, log_p: torch.Tensor) -> float:
         """Take a step of the draft towards p; return the probability of acceptance before it."""
         log_q = self.draft(rollouts.ids[:, :-1]).logits.log_softmax(-1)
-        log_p, log_q = log_p[rollouts.sampled], log_q[rollouts.sampled]
+        log_p = log_p[rollouts.sampled]
+        log_q = log_q[rollouts.sampled]
         if self.method == "exact":
             descend(self.draft_optimizer, chi2(log_p, log_q).mean())
         return 1 - float(rejection(log_p, log_q.detach()).mean())

@@ -13,9 +13,11 @@ PREFIX = "base_model.model."
 def make_adapter(folder: Path, target: str, *, rank: int, seed: int, scale: float = 0.3) -> str:
     """Write an adapter of all projections of attention and MLP; return its folder."""
     folder.mkdir(exist_ok=True)
-    draw, weights = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+    draw = torch.Generator().manual_seed(seed)
+    weights = dict[str, torch.Tensor]()
     for name, weight in load_file(Path(target, "model.safetensors")).items():
-        module, (outer, *inner) = name.removesuffix(".weight"), weight.shape
+        module = name.removesuffix(".weight")
+        outer, *inner = weight.shape
         if module.endswith(MODULES):
             for side, shape in (("A", (rank, *inner)), ("B", (outer, rank))):
                 drawn = scale * torch.randn(shape, generator=draw)

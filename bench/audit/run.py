@@ -97,7 +97,8 @@ _MATCHES = _smc("exact", "") | {"speculative_smc_ngram_matches": True}
 _ONE_STEP = {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
 _FEW_SLOTS = {"max_total_tokens": 8192, "chunked_prefill_size": 256}  # retracts under load
 _RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "4"}
-_NO_RADIX, _PAGES = {"disable_radix_cache": True}, {"page_size": 16}
+_NO_RADIX = {"disable_radix_cache": True}
+_PAGES = {"page_size": 16}
 _HOST = {"max_total_tokens": 4096, "enable_hierarchical_cache": True, "hicache_ratio": 3.0}
 COPYING = {"STANDALONE": CHAIN, "EAGLE-3": EAGLE_TREE, "SMC exact": _smc("exact")}
 COPYING = {name: arguments | _FEW_SLOTS for name, arguments in COPYING.items()}
@@ -198,7 +199,8 @@ def audited(server: AuditedServer, options: argparse.Namespace) -> Iterator[dict
     arguments = {**_CPU, **server.arguments}
     if (name := arguments["model_path"]) in MODELS:
         arguments["model_path"] = str(checkpoint(name))
-    folder, how = options.output_dir, {"target": arguments["model_path"], "scale": 0.1}
+    folder = options.output_dir
+    how = {"target": arguments["model_path"], "scale": 0.1}
     names = enumerate(server.adapters, 4)
     if paths := [make_adapter(folder / name, rank=n, seed=n, **how) for n, name in names]:
         arguments["lora_paths"] = [f"{Path(path).name}={path}" for path in paths]
@@ -272,14 +274,16 @@ def _copied(draw: np.random.Generator, size: int, is_loaded: bool) -> audit_text
     """Draw the answers to copies at the edge of what rounding may do."""
     greedy = 3 * size // 4
     gaps = 3e-3 * (draw.random(greedy * TOKENS) < audit_texts.STRAY)
-    tails, lacks = draw.random((size - greedy) * TOKENS), draw.random((2, size)) < 0.3
+    tails = draw.random((size - greedy) * TOKENS)
+    lacks = draw.random((2, size)) < 0.3
     alone = lacks[1] if is_loaded else lacks[1, :0]
     columns = gaps, tails, np.zeros(size, bool), lacks[0], alone
     return audit_texts.Copied(greedy, *(column.tolist() for column in columns))
 
 
 def _drawn(draw: np.random.Generator, logs: np.ndarray, size: int) -> list[audit.Compared]:
-    ranks, laws = draw.random(size), logs[draw.integers(len(logs), size=size)]
+    ranks = draw.random(size)
+    laws = logs[draw.integers(len(logs), size=size)]
     masses = np.exp(laws)
     token = (masses.cumsum(1) < ranks[:, None]).sum(1).clip(max=63)
     innovations = laws[range(size), token] - (masses * laws).sum(1)
@@ -291,13 +295,15 @@ def _drawn(draw: np.random.Generator, logs: np.ndarray, size: int) -> list[audit
 
 def row_of(told: dict[str, Any]) -> list[str]:
     """Return a line of the table."""
-    audits, is_lossless = told["audits"], "yes" if told["is_lossless"] else "no"
+    audits = told["audits"]
+    is_lossless = "yes" if told["is_lossless"] else "no"
     if not audits:
         return [told["name"], is_lossless, "", "none", told["error"].replace("|", "/"), "", ""]
     checks = _with(audits, "fail") or ["none"]
     if undecided := _with(audits[:1], "not enough data"):
         checks[-1] += f"; too few tokens: {', '.join(undecided)}"
-    first, total = audits[0], told.get("num_audits", len(audits))
+    first = audits[0]
+    total = told.get("num_audits", len(audits))
     failed = sum(not audit["passed"] for audit in audits)
     _, low, high, _ = wilson(failed, total)
     share = f"{failed} of {total}" + f" ({low:.1%} to {high:.1%})" * (total > 1)
@@ -345,7 +351,8 @@ def write_table(folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Audit the servers; return exit status 0 if it completes."""
     made = study.parser("audit", __doc__ or "")
-    add, positive = made.add_argument, study.positive
+    add = made.add_argument
+    positive = study.positive
     add("--answers", type=positive, default=400, help="of an audit")
     add("--copies", type=positive, default=100, help="under each load")
     add("--audits", type=positive, default=1, help="of each server")

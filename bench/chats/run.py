@@ -32,7 +32,8 @@ from study import PAIR, PUBLISHED, REPOSITORY, Log, bar, write_between
 
 from sglang_smc_tools.demo.serving import Launch
 
-CHATS, TURNS = 8, 10
+CHATS = 8
+TURNS = 10
 ANSWER = 24  # tokens of each turn
 TEMPERATURE = 0.7
 PLAIN = "plain"

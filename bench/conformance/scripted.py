@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PAD, EOS, START = "<pad>", "<eos>", "<start>"
-THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
+PAD = "<pad>"
+EOS = "<eos>"
+START = "<start>"
+THOUGHT_BEGINS = "<think>"
+THOUGHT_ENDS = "</think>"
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}" + START
 REASONING = ["it", "is", "about", "the", "weather"]
 ARGUMENTS = {"city": "Paris", "days": 3}

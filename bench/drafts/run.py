@@ -44,7 +44,8 @@ from sglang_smc_tools.plan.roofline import Scenario, ar_step
 
 PARTICLES = (1, 4, 8)
 NUM_STEPS = 8
-TARGET, STANDALONE = "target", "STANDALONE"
+TARGET = "target"
+STANDALONE = "STANDALONE"
 
 
 class Proposal(NamedTuple):
@@ -127,7 +128,10 @@ def _smc(proposal: str, mode: str, num_particles: int, temperature: float) -> Fi
 
 # --- Rows, with the speed to expect by the planner
 
-EXPECTED, DEVICE, BATCH, CONTEXT = "llama-3.1-8b", "h200", 1, 2000
+EXPECTED = "llama-3.1-8b"
+DEVICE = "h200"
+BATCH = 1
+CONTEXT = 2000
 #: Mean tokens of each particle's own tail, as in the planner.
 TAIL = LAG // 2
 
@@ -180,7 +184,8 @@ def rows_of(
 def _row(
     cell: FidelityCell, row: FidelityRow, found: Sequence[ScoredAnswer], plugin: str
 ) -> DraftRow:
-    proposal, num_particles = proposal_of(cell.engine), row.num_particles or 1
+    proposal = proposal_of(cell.engine)
+    num_particles = row.num_particles or 1
     seconds = round_seconds(proposal.planned, num_particles) if proposal else plain_seconds()
     yielded = tokens_a_pass([one.info for one in found])
     return DraftRow(

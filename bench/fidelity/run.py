@@ -50,8 +50,12 @@ from sglang_smc.options.server import (
 
 # --- Cells: each mode, and plain decoding, at each temperature
 
-AR_TARGET, AR_DRAFT, EXACT = "AR target", "AR draft", "exact"
-AUTO, SMC, DEFAULT = "auto", "smc", "smc default"
+AR_TARGET = "AR target"
+AR_DRAFT = "AR draft"
+EXACT = "exact"
+AUTO = "auto"
+SMC = "smc"
+DEFAULT = "smc default"
 LATE = f"smc lag {LONG_LAG}"  # the default with a longer lag
 #: Evidence thresholds besides those of `auto` and of the default; 0 is the paper's algorithm.
 AUTO_THRESHOLDS = (4.0, 1.0, 0.5)
@@ -148,7 +152,8 @@ def make_rows(answers: Mapping[FidelityCell, Answered]) -> list[FidelityRow]:
 
 
 def _row(cell: FidelityCell, found: Answered, reference: Answered | None) -> FidelityRow:
-    infos, smc = [one.info for one in found], cell.smc or {}
+    infos = [one.info for one in found]
+    smc = cell.smc or {}
     tokens = _column(found, "tokens")
     # The other modes keep no population.
     weighed = infos if smc and smc.get("mode", DEFAULTS.mode) == "smc" else []
@@ -213,7 +218,8 @@ def markdown(rows: Sequence[FidelityRow], note: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-VERIFIED, WEIGHED = "verified: exact, auto", "weighed: smc"
+VERIFIED = "verified: exact, auto"
+WEIGHED = "weighed: smc"
 SERIES = dict.fromkeys((EXACT, AUTO), VERIFIED) | dict.fromkeys((SMC, DEFAULT), WEIGHED)
 STYLES = {VERIFIED: (COLOURS[0], "o"), WEIGHED: (COLOURS[1], "D")}
 

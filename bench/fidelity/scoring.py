@@ -58,7 +58,9 @@ def score(
     with torch.inference_mode():
         logits = [model(input_ids=ids).logits[0, own].double() for model in models]
     log_p, log_q = ((one / temperature).log_softmax(-1).numpy() for one in logits)  # [T, V]
-    at, p, ratio = (np.arange(len(tokens)), np.asarray(tokens)), np.exp(log_p), log_q - log_p
+    at = (np.arange(len(tokens)), np.asarray(tokens))
+    p = np.exp(log_p)
+    ratio = log_q - log_p
     mean = (p * ratio).sum(-1)
     return AnswerScores(
         log_p=float(log_p[at].sum()),
@@ -106,6 +108,7 @@ class ScoredStudy(Study[C, ScoredAnswer]):
 
     def stored(self, cell: C, reply: Reply, sample: int) -> ScoredAnswer:
         record = grade(reply)
-        prompt, pair = prompt_ids(held_out(record.index)), load(PAIR / "target", PAIR / "draft")
+        prompt = prompt_ids(held_out(record.index))
+        pair = load(PAIR / "target", PAIR / "draft")
         scores = score(prompt, record.output_ids, cell.temperature, pair)
         return ScoredAnswer(**asdict(record), **asdict(scores))

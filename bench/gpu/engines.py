@@ -47,7 +47,8 @@ def _case(
 
 #: SGLang's default backend, flashinfer, first compiles its tree kernels for minutes.
 OF_TREES = {"attention_backend": "fa3"}
-PLAIN, STOCK_DRAFT = _case(grid.AR, (*ALL, (64, 256))), _case(grid.CHAIN, SHORT)
+PLAIN = _case(grid.AR, (*ALL, (64, 256)))
+STOCK_DRAFT = _case(grid.CHAIN, SHORT)
 #: What has not been measured, first.
 DEEP = (_case(grid.EXACT_HEAD, SHORT, 40.0, 4, 17),)
 CHOSEN = (_case(grid.CHOSEN, TWO, 45.0),)
@@ -137,7 +138,8 @@ def events_in(folder: Path) -> list[Entry]:
 
 def kernels_of(events: Sequence[Entry]) -> list[tuple[str, float, float]]:
     """Return name, launches and ms a round of each kernel."""
-    launches, micro = Counter(one["name"] for one in events), Counter[str]()
+    launches = Counter(one["name"] for one in events)
+    micro = Counter[str]()
     for one in events:
         micro[one["name"]] += one["dur"]
     return [
@@ -155,7 +157,8 @@ def round_of(events: Sequence[Entry]) -> list[tuple[str, float, float]]:
     once = next((name for name, count in launches.items() if count == PROFILED_ROUNDS), None)
     starts = [place for place, one in enumerate(events) if one["name"] == once]
     begin, end = starts[len(starts) // 2 :][:2] or (0, 0)
-    found, until = [], events[begin]["ts"] if starts else 0.0
+    found = []
+    until = events[begin]["ts"] if starts else 0.0
     for one in events[begin:end]:
         found.append((one["name"][:60], round(one["ts"] - until, 2), round(one["dur"], 2)))
         until = one["ts"] + one["dur"]

@@ -33,8 +33,11 @@ from sglang_smc_tools.plan.devices import Device, named
 from sglang_smc_tools.plan.roofline import PassRows, RoundCost, ar_step, forward, smc_round
 from sglang_smc_tools.plan.shapes import DRAFTS, ModelShape
 
-TEMPERATURE, TEMPERATURES = "0.7", ("0", "0.7", "1")
-TARGET, MODEL, HEAD = SPEED_8B.pair.target, SPEED_8B.pair.draft, DRAFTS["eagle3-8b"]
+TEMPERATURE = "0.7"
+TEMPERATURES = ("0", "0.7", "1")
+TARGET = SPEED_8B.pair.target
+MODEL = SPEED_8B.pair.draft
+HEAD = DRAFTS["eagle3-8b"]
 CONTEXT = SHORT[0][1] + SPEED_8B.new_tokens / 2
 BATCHES = [batch for batch, _ in SHORT]
 H200 = named("h200")
@@ -225,7 +228,8 @@ def tokens_by_name() -> dict[str, dict[str, float]]:
     for row in json.loads((PUBLISHED / "trees" / "trees.json").read_text())["rows"]:
         found[row["name"]] = {t: one["mean"] for t, one in row["tokens"].items()}
     for row in csv.DictReader((PUBLISHED / "real" / "real.csv").read_text().splitlines()):
-        temperature, tokens = float(row["temperature"]), float(row["tokens_per_pass_mean"])
+        temperature = float(row["temperature"])
+        tokens = float(row["tokens_per_pass_mean"])
         found.setdefault(row["label"], {})[f"{temperature:g}"] = tokens
     return found
 
@@ -255,7 +259,8 @@ def cell(ms: float, is_measured: bool, tokens: float) -> str:
 
 def for_one(results: Results) -> str:
     """Return the table for one request: tokens a round by temperature, ms, tokens a second."""
-    tokens, rows = tokens_by_name(), []
+    tokens = tokens_by_name()
+    rows = []
     for name, shape in (SHAPES | ON_REAL_TEXT).items():
         ms, is_measured = milliseconds(results, shape, 1)
         found = [f"{tokens[name][t]:.2f}" if t in tokens[name] else "" for t in TEMPERATURES]

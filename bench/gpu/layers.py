@@ -31,19 +31,35 @@ from sglang_smc.ops import TORCH
 from sglang_smc.smc.ledger import AttentionContext, KVLocations
 from sglang_smc.smc.ops import Fused
 
-EPS, ROPE_BASE, PROMPT, REPLAYS, TURNS = 1e-5, 500_000.0, 256, 20, 5
+EPS = 1e-5
+ROPE_BASE = 500_000.0
+PROMPT = 256
+REPLAYS = 20
+TURNS = 5
 TOLERANCE = 0.1  # of bfloat16, over layers: relative to the largest output
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16
 Attend = Callable[[torch.Tensor], torch.Tensor]
 Kinds = dict[str, "CapturedPass"]
-LAYERS, HIDDEN, MLP, Q_HEADS, KV_HEADS, DIM = 16, 2048, 8192, 32, 8, 64
+LAYERS = 16
+HIDDEN = 2048
+MLP = 8192
+Q_HEADS = 32
+KV_HEADS = 8
+DIM = 64
 #: Rows and width before an LM head: the draft's of one request with 8 particles, of 8 requests, and
 #: the target's of one request.
-LM_HEAD, TOKENS, LM_HEADS = "lm-head", 128_256, ((8, 2048), (64, 2048), (72, 4096))
+LM_HEAD = "lm-head"
+TOKENS = 128_256
+LM_HEADS = ((8, 2048), (64, 2048), (72, 4096))
 if DEVICE == "cpu":
-    LAYERS, HIDDEN, MLP, Q_HEADS, KV_HEADS = 2, 256, 512, 4, 1
-    TOKENS, LM_HEADS = 1024, ((8, 256),)
+    LAYERS = 2
+    HIDDEN = 256
+    MLP = 512
+    Q_HEADS = 4
+    KV_HEADS = 1
+    TOKENS = 1024
+    LM_HEADS = ((8, 256),)
 
 
 class LayerWeights(NamedTuple):
@@ -129,7 +145,8 @@ def attend_by_kernel(cache: Cache) -> Attend:
         particle_attention,
     )
 
-    size, num_rows = len(cache.prompts), len(cache.new)
+    size = len(cache.prompts)
+    num_rows = len(cache.new)
     groups, rows = (torch.arange(count, device=DEVICE) for count in (size, num_rows))
     ends = torch.full_like(groups, PROMPT)
     place = KVLocations(groups, ends, rows.view(size, -1), max_tail=2)
@@ -156,7 +173,8 @@ def attention_over(num_rows: int) -> Attend:
 
 def stock(layers: list[LayerWeights], attend: Attend, x: torch.Tensor) -> torch.Tensor:
     """Run layers as SGLang does."""
-    hidden, residual = x, torch.zeros_like(x)
+    hidden = x
+    residual = torch.zeros_like(x)
     for (first, second), (qkv, o, gate_up, down), _ in layers:
         hidden, residual = add_and_norm(hidden, residual, first)
         hidden = functional.linear(attend(functional.linear(hidden, qkv)), o)
@@ -287,7 +305,8 @@ def measure(num_rows: int) -> dict[str, Any]:
     x = torch.randn(num_rows, HIDDEN, device=DEVICE, dtype=DTYPE)
     began = time.perf_counter()
     kinds = capture_kinds(layers, attention_over(num_rows), x)
-    seconds, apart = time.perf_counter() - began, gaps(kinds, x)
+    seconds = time.perf_counter() - began
+    apart = gaps(kinds, x)
     turns = [{name: milliseconds(one.replay) for name, one in kinds.items()} for _ in range(TURNS)]
     found = {f"{name}_ms": statistics.median(turn[name] for turn in turns) for name in kinds}
     wrong = [
@@ -317,7 +336,8 @@ def in_float32(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def measure_lm_heads() -> dict[str, Any]:
     """Return rows, width and ms of each way to compute logits, and what is wrong."""
     torch.manual_seed(0)
-    found, wrong = [], []
+    found = []
+    wrong = []
     for rows, width in LM_HEADS:
         weight = torch.randn(TOKENS, width, device=DEVICE, dtype=DTYPE) / width**0.5
         x = torch.randn(rows, width, device=DEVICE, dtype=DTYPE)

@@ -16,7 +16,8 @@ from speed.report import Results, make_rows, markdown, short
 from speed.runner import RESULTS, read_results
 from study import PUBLISHED, REPOSITORY, BenchError, write_between
 
-PAGE, MARKS = REPOSITORY / "docs" / "performance.md", ("<!-- expected -->", "<!-- end -->")
+PAGE = REPOSITORY / "docs" / "performance.md"
+MARKS = ("<!-- expected -->", "<!-- end -->")
 GIB = 1 << 30
 LARGEST = 25  # kernels of a table
 
@@ -74,7 +75,8 @@ def heading(calls: Results) -> str:
     """Return the heading: date, commit, machine and versions of each call."""
     lines = []
     for one in calls.values():
-        gpu, versions = one.get("gpu") or {}, one["versions"]
+        gpu = one.get("gpu") or {}
+        versions = one["versions"]
         where = f"{one['hardware']}, driver {gpu.get('driver_version', 'none')}"
         what = ", ".join(f"{k} {versions.get(k)}" for k in ("torch", "triton", "sglang"))
         lines.append(f"- {one['date'][:16]}, commit {one['git_sha']}: {where}; {what}")
@@ -146,7 +148,8 @@ def lm_heads(parts: Results) -> str:
 
 def speed(stages: Mapping[str, Results], listed: Listed) -> str:
     """Return a table of the cells, each with its ratio to plain decoding, below a note."""
-    preset, found = listed.preset, dict[str, Mapping[str, Any]]()
+    preset = listed.preset
+    found = dict[str, Mapping[str, Any]]()
     for stage in listed.stages:
         found |= stages.get(stage, {})
     rows = make_rows([cell for case in listed.cases for cell in case.cells], found, preset)
@@ -225,7 +228,8 @@ START_COLUMNS = ("start, s", "capture, s", "compiled", "in s", "Triton", "draft'
 
 
 def _start_cells(found: Mapping[str, Any]) -> list[str]:
-    captured, clocks = found["capture_seconds"], found["clocks"] or {}
+    captured = found["capture_seconds"]
+    clocks = found["clocks"] or {}
     return [
         f"{found['start_seconds']:.0f}",
         "" if captured is None else f"{captured:.1f}",

@@ -38,7 +38,9 @@ from study import GOES_ON, PUBLISHED, REPOSITORY, BenchError, main_of
 
 RAW = PUBLISHED / "gpu" / "raw"
 STAGES = ("kernels", "layers", "smoke", "profile", "speed", "70b", "more")
-REPORT, CHECKOUT, PACK = "report", "checkout", "pack"
+REPORT = "report"
+CHECKOUT = "checkout"
+PACK = "pack"
 #: Factor of all time limits on a CPU, which other processes may share.
 SLOWER_ON_A_CPU = 5
 
@@ -57,7 +59,8 @@ def stages(work: Path, *, on_gpu: bool) -> list[Stage]:
         some: Sequence[EngineCase], preset: Preset = engines.SPEED_8B, more: More | None = None
     ) -> Callable[[], list[Case]]:
         if not on_gpu:
-            some, preset = engines.on_a_cpu(some), engines.TINY
+            some = engines.on_a_cpu(some)
+            preset = engines.TINY
         return partial(engine_cases, some, preset, work, more=more)
 
     def profile(some: Sequence[EngineCase]) -> Callable[[], list[Case]]:
@@ -122,7 +125,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.out = options.out or Path(os.environ.get("OUT") or RAW)
     options.state = options.state or Path(tempfile.gettempdir()) / "sglang-smc-gpu"
     if options.dry_run:
-        options.out, options.state = options.out / "dry-run", options.state / "dry-run"
+        options.out = options.out / "dry-run"
+        options.state = options.state / "dry-run"
     return options
 
 
@@ -143,7 +147,8 @@ def run(options: argparse.Namespace) -> int:
     if options.stages[0] == PACK:
         print(pack(Path(options.stages[1])))
         return 0
-    on_gpu, status = not options.dry_run, 0 if options.list else measure(options)
+    on_gpu = not options.dry_run
+    status = 0 if options.list else measure(options)
     if options.dry_run and not options.list:
         print(f"\n{write_report(options.out, options.out, on_gpu=False)}")
         print("What a GPU machine would start:")
@@ -171,7 +176,8 @@ def preflight(*, on_gpu: bool) -> None:
 
 def measure(options: argparse.Namespace) -> int:
     """Complete stages as far as time allows; return 0 if nothing is left, else 3."""
-    clock, began = Clock(options.minutes - options.spent / 60), time.monotonic()
+    clock = Clock(options.minutes - options.spent / 60)
+    began = time.monotonic()
     preflight(on_gpu=not options.dry_run)
     reads = [] if options.dry_run else [RAW]
     runner = Runner(

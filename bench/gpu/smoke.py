@@ -27,19 +27,24 @@ from study import PAIR, REPOSITORY, BenchError, code_fingerprint, digest
 from sglang_smc.options.server import MODES, RESAMPLING_METHODS
 from sglang_smc_tools.demo.serving import Launch
 
-NUM_PROBLEMS, ANSWER_TOKENS = 16, 160
+NUM_PROBLEMS = 16
+ANSWER_TOKENS = 160
 #: Far beyond the problems of the demo and of the studies.
 FIRST_PROBLEM = 2_000_000
 START_SECONDS = 65.0
 #: SGLang compiles some kernels for the KV of models this small at their first start.
 COMPILE_SECONDS = 45.0
-AUDIT_MINUTES, AUDIT_SECONDS = 0.75, 45.0
+AUDIT_MINUTES = 0.75
+AUDIT_SECONDS = 45.0
 ON_A_CPU_MINUTES = 6.0  # for as many answers
 #: bfloat16 has 8 bits: logits of 20 are exact to 0.1. A larger difference is an error.
 TOLERANCE = 0.15
 FIRST_ROUND = 9  # tokens
-REFERENCE, SAME = "smc-torch", "log-probabilities"
-GRAPHS, CLIENT, AUDIT = "smc-graphs", "OpenAI's client", "audit"
+REFERENCE = "smc-torch"
+SAME = "log-probabilities"
+GRAPHS = "smc-graphs"
+CLIENT = "OpenAI's client"
+AUDIT = "audit"
 MOST_WORDS = 1500
 
 Prompts = Sequence[Sequence[int]]
@@ -91,13 +96,15 @@ def command_cases(*names: str, device: str) -> list[Case]:
 
 def run_commands(commands: Mapping[str, Sequence[str]], attempt: Attempt) -> None:
     """Run the missing commands at once; record how each ends, and its last words."""
-    attempt.started, began = True, time.monotonic()
+    attempt.started = True
+    began = time.monotonic()
     with contextlib.ExitStack() as stack:
         running = {name: stack.enter_context(_started(commands[name])) for name in attempt.missing}
         with ThreadPoolExecutor() as pool:
             told = {pool.submit(one.communicate): name for name, one in running.items()}
             for done in as_completed(told):
-                name, last = told[done], done.result()[0][-MOST_WORDS:]
+                name = told[done]
+                last = done.result()[0][-MOST_WORDS:]
                 wrong = [last] if running[name].returncode else []
                 seconds = time.monotonic() - began
                 attempt.add(name, {"seconds": seconds, "told": last, "wrong": wrong})
@@ -131,7 +138,8 @@ def layer_cases(*names: str, device: str) -> list[Case]:
     found = []
     for name in names:
         given, seconds = LAYER_CASES[name]
-        part, words = f"layers-{name}", (*LAYERS, given)
+        part = f"layers-{name}"
+        words = (*LAYERS, given)
         identity = {"command": words, "device": device, **code_fingerprint()}
         run = partial(run_layers, part, words)
         found.append(Case(part, {part: identity}, seconds, run, f"python {' '.join(words)}"))
@@ -140,7 +148,8 @@ def layer_cases(*names: str, device: str) -> list[Case]:
 
 def run_layers(name: str, words: Sequence[str], attempt: Attempt) -> None:
     """Record the line that a command prints; raise BenchError if it fails."""
-    attempt.started, command = True, [sys.executable, *words]
+    attempt.started = True
+    command = [sys.executable, *words]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     if done.returncode:
         raise BenchError((done.stdout + done.stderr)[-MOST_WORDS:])
@@ -215,14 +224,16 @@ def ask(engine: RemoteEngine, kinds: Sequence[Kind], prompts: Prompts) -> list[d
 
 def not_replayed(info: Mapping[str, Any]) -> list[str]:
     """Return the fault of an answer that has rounds outside of graphs."""
-    rounds, replayed = info.get("spec_smc_rounds_ct"), info.get("spec_smc_replayed_ct")
+    rounds = info.get("spec_smc_rounds_ct")
+    replayed = info.get("spec_smc_replayed_ct")
     return [] if replayed == rounds else [f"{replayed} of {rounds} rounds were replayed"]
 
 
 def judged(kind: Kind, answer: Mapping[str, Any], *, graphs: bool) -> Entry:
     """Return an answer's counters, and its faults as sentences."""
     info = answer["meta_info"]
-    tokens, most = info["completion_tokens"], {**PLAIN, **kind.params}["max_new_tokens"]
+    tokens = info["completion_tokens"]
+    most = {**PLAIN, **kind.params}["max_new_tokens"]
     faults = {
         f"it ended with {info['finish_reason']}": (info["finish_reason"] or {}).get("type")
         not in ("stop", "length"),
@@ -257,7 +268,8 @@ def default_case(work: Path, device: str) -> Case:
         "speculative_algorithm": "SMC",
         **({} if device == "cpu" else {"load_format": "dummy"}),
     }
-    launch, identity = Launch(arguments), {"default": len(arguments), **code_fingerprint()}
+    launch = Launch(arguments)
+    identity = {"default": len(arguments), **code_fingerprint()}
     run = partial(run_default, launch, work, device)
     return Case(DEFAULT, {DEFAULT: identity}, DEFAULT_SECONDS, run, str(launch))
 
@@ -357,7 +369,8 @@ def run_engine(name: str, launch: Launch, work: Path, attempt: Attempt) -> None:
     prompts = [prompt_ids(held_out(FIRST_PROBLEM + place)) for place in range(NUM_PROBLEMS)]
     began = time.time()
     with running(launch, work / "logs" / f"smoke-{name}.log") as engine:
-        attempt.started, start = True, EngineStart(began, time.time() - began)
+        attempt.started = True
+        start = EngineStart(began, time.time() - began)
         for one in attempt.missing:
             found = run_part(engine, name, one.removeprefix(f"{name} "), prompts)
             if "lines" in found:
@@ -461,12 +474,15 @@ def against(found: Lines, reference: Lines | None) -> Entry:
     """
     if reference is None:
         return {}
-    apart, tokens, wrong = 0.0, 0, []
+    apart = 0.0
+    tokens = 0
+    wrong = []
     for ours, theirs in zip(found, reference, strict=True):
         for (token, logprob), (other, expected) in zip(ours[:FIRST_ROUND], theirs, strict=False):
             if token != other:
                 break
-            apart, tokens = max(apart, abs(logprob - expected)), tokens + 1
+            apart = max(apart, abs(logprob - expected))
+            tokens = tokens + 1
     if not tokens:
         wrong.append("no text begins as with torch's operations")
     if apart > TOLERANCE:

@@ -128,7 +128,8 @@ def bring_back(out: Path, say: Callable[[str], None] = print) -> None:
     for name, variable in CACHES.items():
         if variable not in os.environ:
             continue
-        folder, archive = Path(os.environ[variable]), f"{name}.tar.xz"
+        folder = Path(os.environ[variable])
+        archive = f"{name}.tar.xz"
         if not files_in(folder) <= files_of(REPOSITORY / SITE / archive):
             with tarfile.open(out / archive, "w:xz", preset=3) as file:
                 file.add(folder, ".")

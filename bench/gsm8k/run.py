@@ -52,7 +52,8 @@ EXAMPLES = (
         "60 / 2 = 30 miles in an hour\n30 * 3 = 90 miles\n60 + 90 = 150 miles\n\\boxed{150}",
     ),
 )
-TEMPERATURE, MAX_TOKENS = 0.7, 160
+TEMPERATURE = 0.7
+MAX_TOKENS = 160
 PAIR = "coder"
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 

@@ -43,7 +43,9 @@ MOST_RUNNING = 64
 SEEDS = 4  # of each trace
 TOKENS = 256  # of an answer on average, behind a prompt of as many
 AT_ONCE = -math.inf
-LEAST, MOST = 1e-6, 1 - 1e-6  # chances
+# chances
+LEAST = 1e-6
+MOST = 1 - 1e-6
 
 # --- A server: seconds and kept tokens of a round
 
@@ -81,7 +83,8 @@ class Fixed:
     """Rounds of one shape."""
 
     def __init__(self, shape: RoundKind, seed: int = 0) -> None:
-        self._shape, self._draw = shape, np.random.default_rng(seed)
+        self._shape = shape
+        self._draw = np.random.default_rng(seed)
 
     def __call__(self, chances: np.ndarray) -> tuple[float, np.ndarray]:
         seconds = self._shape.seconds.at(len(chances))
@@ -92,10 +95,12 @@ class Adaptive:
     """Rounds of the package's policy, which learns a round late, as under the overlap schedule."""
 
     def __init__(self, shapes: Mapping[Budget, RoundKind], seed: int = 0) -> None:
-        self._shapes, self._draw = shapes, np.random.default_rng(seed)
+        self._shapes = shapes
+        self._draw = np.random.default_rng(seed)
         top = next(iter(shapes))
         costs = RoundCosts({budget: shape.seconds for budget, shape in shapes.items()})
-        self.policy, self._top = Policy(top, costs), top
+        self.policy = Policy(top, costs)
+        self._top = top
         self._late: tuple[Budget, np.ndarray] = OFF, np.zeros(0)
 
     def __call__(self, chances: np.ndarray) -> tuple[float, np.ndarray]:
@@ -177,16 +182,20 @@ def play(
     decoder: Decoder, prefill: PrefillTimes, requests: Iterable[LoadRequest], most: int
 ) -> None:
     """Answer all requests, at most ``most`` at a time; those that wait are prefilled first."""
-    waiting, running, now = deque(sorted(requests, key=lambda one: one.arrives)), [], 0.0
+    waiting = deque(sorted(requests, key=lambda one: one.arrives))
+    running = []
+    now = 0.0
     while waiting or running:
         joining = []
         while waiting and waiting[0].arrives <= now and len(running) + len(joining) < most:
             joining.append(waiting.popleft())
         if joining:
-            began, now = now, now + prefill.seconds.at(len(joining))
+            began = now
+            now = now + prefill.seconds.at(len(joining))
             for one in joining:
                 one.arrives = began if one.arrives == AT_ONCE else one.arrives
-                one.tokens, one.first = 1, now + prefill.latency
+                one.tokens = 1
+                one.first = now + prefill.latency
             running += joining
         elif running:
             seconds, kept = decoder(np.array([one.chance for one in running]))
@@ -202,7 +211,8 @@ def play(
 
 # --- What is measured: seconds of bench/gpu, tokens a pass of bench/trees and bench/real
 
-PLAIN, ADAPTIVE = "AR", "`exact`, adaptive from ({}, {})"
+PLAIN = "AR"
+ADAPTIVE = "`exact`, adaptive from ({}, {})"
 EXACT = "`exact`, N = {}, K = {}"
 FIXED = (Budget(1, 8), Budget(8, 8), Budget(4, 17))
 #: The cells of bench/gpu whose first tokens a system's prefill takes.
@@ -281,7 +291,8 @@ class Measured:
     """Shapes and chances by tables of `bench/results`: an H200, a pair's texts, T = 0.7."""
 
     def __init__(self, texts: MeasuredTexts, folder: Path = PUBLISHED) -> None:
-        self._times, self.texts = published(folder), texts
+        self._times = published(folder)
+        self.texts = texts
         self._tokens = texts.tokens(folder)
         one = self._tokens[texts.ours.format(1, 8)]
         spread = (one.high - one.low) / 2 / 1.96 * math.sqrt(one.n)
@@ -354,12 +365,14 @@ class LoadRow:
 def rows_of(texts: str, users: Iterable[int]) -> list[LoadRow]:
     """Return a row for each trace, number of users and system, plain decoding first."""
     measured = Measured(TEXTS[texts])
-    fixed, adapted = measured.shapes(), measured.budgets()
+    fixed = measured.shapes()
+    adapted = measured.budgets()
     decoders: dict[str, Callable[[int], Decoder]] = {
         **{name: partial(Fixed, shape) for name, shape in fixed.items()},
         ADAPTIVE.format(*measured.texts.top): partial(Adaptive, adapted),
     }
-    found, plain = [], 0.0
+    found = []
+    plain = 0.0
     for (name, trace), count, (system, make) in product(TRACES.items(), users, decoders.items()):
         runs = []
         for seed in range(SEEDS):
@@ -412,7 +425,8 @@ def markdown(rows: Sequence[LoadRow], note: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-PAGE, MARKS = REPOSITORY / "docs" / "performance.md", ("<!-- load -->", "<!-- end of load -->")
+PAGE = REPOSITORY / "docs" / "performance.md"
+MARKS = ("<!-- load -->", "<!-- end of load -->")
 #: Of the table on that page.
 SHOWN = (1, 2, 8, 32, 64)
 

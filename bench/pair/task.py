@@ -140,7 +140,8 @@ def _person(rng: random.Random) -> dict[str, str]:
 
 def _collection(rng: random.Random) -> Story:
     """Generate a collection that grows and shrinks in two to four steps of arithmetic."""
-    who, unit = _person(rng), rng.choice(_ITEMS)
+    who = _person(rng)
+    unit = rng.choice(_ITEMS)
     have = rng.randint(10, 60)
     sentences = [_ask("{name} has {n} {unit}.", rng, **who, n=have, unit=unit)]
     steps: list[TaskStep] = []
@@ -178,7 +179,9 @@ def _happen(
 ) -> tuple[str, list[TaskStep]]:
     """Return the sentence of an event, and its steps of arithmetic."""
     if event == PACKS:
-        packs, size, kind = rng.randint(2, 9), rng.randint(2, 12), rng.choice(_PACKS)
+        packs = rng.randint(2, 9)
+        size = rng.randint(2, 12)
+        kind = rng.choice(_PACKS)
         fields: dict[str, object] = {"packs": packs, "size": size, "kind": kind}
         text = _ask("{Pronoun} [buys|gets] {packs} {kind} of {size}.", rng, **who, **fields)
         bought = TaskStep("x", packs, size, unit)
@@ -203,7 +206,8 @@ _EVENTS: dict[str, tuple[str, Callable[[int, random.Random], int]]] = {
 
 def _compare(rng: random.Random) -> Story:
     """Generate a comparison: one person has more, fewer or several times as many as another."""
-    who, unit = _person(rng), rng.choice(_ITEMS)
+    who = _person(rng)
+    unit = rng.choice(_ITEMS)
     other = rng.choice([name for name, _ in _PEOPLE if name != who["name"]])
     have = rng.randint(10, 60)
     op = rng.choice("+-x")
@@ -222,8 +226,11 @@ def _compare(rng: random.Random) -> Story:
 
 def _wages(rng: random.Random) -> Story:
     """Generate pay for the hours of two days, sometimes less some spending."""
-    who, unit = _person(rng), "dollars"
-    pay, first, second = rng.randint(3, 12), rng.randint(2, 9), rng.randint(2, 9)
+    who = _person(rng)
+    unit = "dollars"
+    pay = rng.randint(3, 12)
+    first = rng.randint(2, 9)
+    second = rng.randint(2, 9)
     sentences = [
         _ask("{name} earns {pay} dollars an hour.", rng, **who, pay=pay),
         _ask("{Pronoun} works {a} hours [today|on one day]", rng, **who, a=first)
@@ -241,8 +248,10 @@ def _wages(rng: random.Random) -> Story:
 
 def _pages(rng: random.Random) -> Story:
     """Generate a book read at a number of pages a day; the question is how many are left."""
-    who, unit = _person(rng), "pages"
-    rate, days = rng.randint(4, 15), rng.randint(2, 7)
+    who = _person(rng)
+    unit = "pages"
+    rate = rng.randint(4, 15)
+    days = rng.randint(2, 7)
     extra = rng.randint(3, 30) if rng.random() < 0.5 else 0
     length = rate * days + extra + rng.randint(5, 60)
     read = TaskStep("x", rate, days, unit)
@@ -260,7 +269,8 @@ def _pages(rng: random.Random) -> Story:
 
 def _shop(rng: random.Random) -> Story:
     """Generate a purchase of two kinds of things, sometimes with change."""
-    who, unit = _person(rng), "dollars"
+    who = _person(rng)
+    unit = "dollars"
     one, two = rng.sample(_ITEMS, 2)
     counts = [rng.randint(2, 9) for _ in range(2)]
     prices = [rng.randint(2, 9) for _ in range(2)]

@@ -11,18 +11,24 @@ from real import run as real
 from real.run import COMMON, MATCHES, PAIRS, PLAIN, SMC, USUAL
 from study import slug_of
 
-CODER, SMALL = "coder", "smollm2"
+CODER = "coder"
+SMALL = "smollm2"
 #: Problems that are asked at once, and answered by all cells before the next ones.
 AT_ONCE = 10
 #: Particles of the largest cell, and plain samples that are chosen from.
-MOST_PARTICLES, SAMPLES = 32, 8
+MOST_PARTICLES = 32
+SAMPLES = 8
 #: Problems that are answered with several seeds, for the variance of log Z.
-SEED_PROBLEMS, SEEDS = 4, 3
+SEED_PROBLEMS = 4
+SEEDS = 3
 #: Problems of a cell that is one request at a time, and of those beside the main ones.
-ALONE, FEW = 4, 10
+ALONE = 4
+FEW = 10
 GREEDY = "plain T=0"
 #: What proposes a power's texts.
-VERIFIED, WEIGHED, MCMC = "verified", "draft", "Metropolis-Hastings"
+VERIFIED = "verified"
+WEIGHED = "draft"
+MCMC = "Metropolis-Hastings"
 
 
 @dataclass(frozen=True)

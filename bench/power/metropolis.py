@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 #: Tokens of a block, and steps after each.
-BLOCK, STEPS = 32, 3
+BLOCK = 32
+STEPS = 3
 SEEDS = 1 << 31
 #: Tokens whose p^power are summed for its normaliser; at 2 the others add less than 1 / LIKELIEST.
 LIKELIEST = 64

@@ -59,8 +59,12 @@ class Way(NamedTuple):
 
 #: Returns the number that a problem asks for, by the cell's pair and the problem.
 Truth = Callable[[PowerCell, int], float]
-PLAIN, POWER, DRAFTED = "plain", "power, verified", "power, weighed drafts"
-VOTE, OF_SAMPLES, RIVAL = "vote over particles", "of 8 plain samples", f"power, {MCMC}"
+PLAIN = "plain"
+POWER = "power, verified"
+DRAFTED = "power, weighed drafts"
+VOTE = "vote over particles"
+OF_SAMPLES = "of 8 plain samples"
+RIVAL = f"power, {MCMC}"
 #: Of series, in the order of rows.
 MARKERS = {PLAIN: "o", POWER: "s", DRAFTED: "D", VOTE: "^", OF_SAMPLES: "v", RIVAL: "P"}
 SERIES = {VERIFIED: POWER, WEIGHED: DRAFTED, MCMC: RIVAL, "": PLAIN}
@@ -275,9 +279,11 @@ def h200_seconds(cell: PowerCell, passes: float) -> float | None:
     if cell.pair != CODER:
         return None
     if cell.smc:
-        shape, batch = expected.ours(grid.BLOCK, cell.num_particles, cell.smc["num_steps"]), 1
+        shape = expected.ours(grid.BLOCK, cell.num_particles, cell.smc["num_steps"])
+        batch = 1
     else:
-        shape, batch = expected.SHAPES["AR"], cell.samples
+        shape = expected.SHAPES["AR"]
+        batch = cell.samples
     return passes * expected.milliseconds(_measured(), shape, batch)[0] / 1000
 
 

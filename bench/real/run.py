@@ -73,7 +73,8 @@ COMMON: dict[str, Any] = answers.COMMON | {
 SMC = "SMC"
 PLAIN = "plain decoding"
 MATCHES = "n-grams"
-NUM_PARTICLES, MOST_STEPS = 8, 23
+NUM_PARTICLES = 8
+MOST_STEPS = 23
 #: Trees of at most 72 rows, by SGLang's topk, steps and tokens; a chain has one branch.
 STANDALONE = {
     "SGLang chain of 8": (1, 8, 9),
@@ -358,7 +359,8 @@ class RealStudy(Study[RealCell, Yielded]):
     @classmethod
     def parser(cls) -> argparse.ArgumentParser:
         made = super().parser()
-        default, where = CACHE / cls.source.name, cls.source.where
+        default = CACHE / cls.source.name
+        where = cls.source.where
         made.add_argument("--prompts", type=Path, default=default, help=where)
         return made
 
@@ -459,7 +461,8 @@ class Real(RealStudy):
 
     def scores(self, cell: RealCell) -> list[PlainScores]:
         """Return the stored scores of a cell's answers, if all of these have some."""
-        log, indices = self._scores_of(cell), [one.index for one in self.read(cell)]
+        log = self._scores_of(cell)
+        indices = [one.index for one in self.read(cell)]
         found = {one["index"]: PlainScores(**one) for one in log.read()} if log.fits else {}
         return [found[index] for index in indices] if found.keys() >= set(indices) else []
 

@@ -70,7 +70,8 @@ def ending(
     request: SoakRequest, index: int, answer: dict[str, Any], *, left: bool = False
 ) -> Ending:
     """Return the ending of a complete answer or, with ``left``, of a stream's last chunk."""
-    info, ids = answer["meta_info"], answer["output_ids"]
+    info = answer["meta_info"]
+    ids = answer["output_ids"]
     finish = info["finish_reason"] or {"type": "left" if left else "no finish reason"}
     return Ending(
         request,
@@ -91,9 +92,11 @@ def was_queued(answer: dict[str, Any]) -> bool:
 
 def _complaint(request: SoakRequest, answer: dict[str, Any], reason: str) -> str:
     """Return the fault of an answer that needs no second request to find, or ""."""
-    ids, params = answer["output_ids"], request.params
+    ids = answer["output_ids"]
+    params = request.params
     allowed = {"stop", "length", "left"} | ({"abort"} if request.leaves == "abort" else set())
-    least, most = params["min_new_tokens"], params["max_new_tokens"]
+    least = params["min_new_tokens"]
+    most = params["max_new_tokens"]
     if reason not in allowed:
         return f"ended with {answer['meta_info']['finish_reason']}"
     if len(ids) > most or (reason == "length" and len(ids) != most):
@@ -107,13 +110,16 @@ def _complaint(request: SoakRequest, answer: dict[str, Any], reason: str) -> str
 
 def _bad_logprobs(request: SoakRequest, answer: dict[str, Any]) -> str:
     """Return the fault of log-probabilities: each token has its own, and a row of each kind."""
-    ids, info, options = answer["output_ids"], answer["meta_info"], request.options
+    ids = answer["output_ids"]
+    info = answer["meta_info"]
+    options = request.options
     if not options.get("return_logprob"):
         return ""
     of_tokens = [token for _, token, _ in info["output_token_logprobs"]]
     if of_tokens != ids:
         return f"has log-probabilities of {of_tokens} and is {ids}"
-    most, listed = options.get("top_logprobs_num", 0), options.get("token_ids_logprob", [])
+    most = options.get("top_logprobs_num", 0)
+    listed = options.get("token_ids_logprob", [])
     rows = (("output_top_logprobs", most), ("output_token_ids_logprobs", len(listed)))
     for name, width in rows:
         found = [len(row) for row in info[name]] if width else []
@@ -129,7 +135,9 @@ class Clients:
     """Keeps up to ``crowd`` requests at the server; calls ``ended`` with the endings of each."""
 
     def __init__(self, url: str, crowd: int, ended: Callable[[list[Ending]], None]) -> None:
-        self._url, self._crowd, self._ended = url, crowd, ended
+        self._url = url
+        self._crowd = crowd
+        self._ended = ended
         self._is_gone = False  # the server
 
     async def run(
@@ -137,7 +145,8 @@ class Clients:
     ) -> None:
         """Send requests for at most ``seconds``, call ``sent`` at the end, and await the rest."""
         async with self._client() as client:
-            room, deadline = asyncio.Semaphore(self._crowd), time.monotonic() + seconds
+            room = asyncio.Semaphore(self._crowd)
+            deadline = time.monotonic() + seconds
 
             async def one(request: SoakRequest) -> None:
                 try:
@@ -191,7 +200,8 @@ async def serve(client: httpx.AsyncClient, request: SoakRequest) -> list[Ending]
     if request.leaves == "half":
         return await _break_off(client, request)
     by_time = request.leaves == "unheard" or not request.stream
-    aborts, aborting = request.leaves == "abort", None
+    aborts = request.leaves == "abort"
+    aborting = None
     if aborts and by_time:
         aborting = asyncio.create_task(_abort(client, request, request.after))
     patience = request.after if request.leaves and by_time and not aborts else None
@@ -225,15 +235,18 @@ async def _answers(client: httpx.AsyncClient, request: SoakRequest) -> list[Endi
     """Return the endings of a request, of a stream those at the chunk where its client leaves."""
     last: dict[int, dict[str, Any]] = {}
     undisturbed: dict[int, list[int]] = {}
-    num_chunks, left = 0, False
+    num_chunks = 0
+    left = False
     async with contextlib.aclosing(_chunks(client, request)) as chunks:
         async for chunk in chunks:
             if "error" in chunk:
                 return failed(request, chunk["error"]["message"])
-            index, info = chunk.get("index", 0), chunk["meta_info"]
+            index = chunk.get("index", 0)
+            info = chunk["meta_info"]
             if index in last and (problem := _join(last[index], chunk)):
                 return failed(request, problem)
-            last[index], num_chunks = chunk, num_chunks + 1
+            last[index] = chunk
+            num_chunks = num_chunks + 1
             if info.get("num_retractions") == 0:
                 undisturbed[index] = chunk["output_ids"]
             if request.leaves == "disconnect" and request.stream:
@@ -251,7 +264,8 @@ async def _answers(client: httpx.AsyncClient, request: SoakRequest) -> list[Endi
 
 def _join(before: dict[str, Any], chunk: dict[str, Any]) -> str:
     """Return the fault of a chunk that does not extend the one before it, or ""."""
-    old, new = before["output_ids"], chunk["output_ids"]
+    old = before["output_ids"]
+    new = chunk["output_ids"]
     if was_queued(chunk):
         chunk["output_ids"] = old
     elif new[: len(old)] != old:

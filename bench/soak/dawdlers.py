@@ -32,7 +32,8 @@ class Dawdlers:
         self.moved: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
         self._address = urlsplit(url).hostname, urlsplit(url).port
-        self._number, self._body = number, body
+        self._number = number
+        self._body = body
 
     @contextlib.asynccontextmanager
     async def at_work(self) -> AsyncIterator[Dawdlers]:
@@ -59,7 +60,8 @@ class Dawdlers:
 
     async def _read(self, one: socket.socket) -> None:
         """Request a stream and read one byte of it per second."""
-        loop, body = asyncio.get_running_loop(), json.dumps({**self._body, "stream": True})
+        loop = asyncio.get_running_loop()
+        body = json.dumps({**self._body, "stream": True})
         await loop.sock_sendall(one, _head(len(body)) + b"\r\n" + body.encode())
         while byte := await loop.sock_recv(one, 1):
             self.moved["reader"] += len(byte)

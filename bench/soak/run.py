@@ -99,7 +99,8 @@ class Soak:
     """The traffic of a soak, and its record; no traffic follows a loss."""
 
     def __init__(self, url: str, options: argparse.Namespace) -> None:
-        self.url, self.options = url, options
+        self.url = url
+        self.options = options
         self.endings: list[Ending] = []
         self.rests: list[dict[str, Held]] = []  # processes at each rest
         self.lost: list[str] = []  # as sentences
@@ -109,7 +110,8 @@ class Soak:
 
     def run(self) -> None:
         """Send the traffic in two legs with a rest after each: the first leg is the warm-up."""
-        url, options = self.url, self.options
+        url = self.url
+        options = self.options
         with self.watch:
             for share in (options.warm_up, 1 - options.warm_up):
                 if not self.lost:
@@ -123,11 +125,13 @@ class Soak:
 
     def _send(self, share: float) -> None:
         """Send a share of the traffic, and wait for its last request."""
-        options, watch = self.options, self.watch
+        options = self.options
+        watch = self.watch
         number = round(share * options.requests) if options.requests else None
         seconds = math.inf if options.minutes is None else 60.0 * share * options.minutes
         form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}{postfix}"
-        total, began = round(seconds) if number is None else number, time.monotonic()
+        total = round(seconds) if number is None else number
+        began = time.monotonic()
         line = bar(total=total, desc="Soaking", bar_format=form)
 
         def ended(some: list[Ending]) -> None:

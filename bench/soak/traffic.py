@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import jsonschema
 
 VOCAB = 512  # of the shipped pair
-NUM_PARTICLES, NUM_STEPS, MAX_LAG = 4, 3, 8
+NUM_PARTICLES = 4
+NUM_STEPS = 3
+MAX_LAG = 8
 # Abort; disconnect in the middle of the answer, or unheard, before it; or after half of the
 # request.
 WAYS = ("abort", "disconnect", "unheard", "half")

@@ -46,7 +46,8 @@ class Watch:
     def __init__(self, url: str) -> None:
         self.is_loaded = False
         self.usage: list[float] = []
-        self._url, self._stopped = url, threading.Event()
+        self._url = url
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         live = filter(_is_live, psutil.Process().children(recursive=True))
         self._processes = {f"{_role(child)} {child.pid}": child for child in live}
@@ -188,7 +189,8 @@ def difference(company: Ending, alone: Ending) -> str:
     """
     if alone.problem:
         return f"{alone.name} alone {alone.problem:.500}"
-    found, text = company.seeded, alone.output_ids
+    found = company.seeded
+    text = alone.output_ids
     if found != (text if company.is_whole else text[: len(found)]):
         return f"{company.name} got {found} in company and {text} alone"
     pairs = list(zip(company.logprobs[: len(found)], alone.logprobs, strict=False))

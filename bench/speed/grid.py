@@ -19,10 +19,14 @@ from sglang_smc_tools.plan.shapes import BUILT_IN, ModelShape, from_config
 # --- Models
 
 #: The folders of a pair.
-TARGET, DRAFT, HEAD, BLOCK_HEAD = "target", "draft", "eagle3", "dspark"
+TARGET = "target"
+DRAFT = "draft"
+HEAD = "eagle3"
+BLOCK_HEAD = "dspark"
 HEADS = (HEAD, BLOCK_HEAD)
 #: Of published heads for 8B: the draft vocabulary of EAGLE-3, the sizes of DSpark.
-HOT_TOKENS, BLOCK_SIZES = 32_000, {"num_layers": 5, "markov_rank": 256}
+HOT_TOKENS = 32_000
+BLOCK_SIZES = {"num_layers": 5, "markov_rank": 256}
 
 
 class RandomWeights(NamedTuple):
@@ -212,19 +216,30 @@ def quick(preset: Preset) -> Preset:
 
 # --- Systems and cells
 
-AR, AR_STOCK = "AR", "AR without the plugin"
-CHAIN, TREE, NGRAM = "STANDALONE chain", "STANDALONE tree", "NGRAM"
-BLOCK, EXACT, AUTO = "SMC block", "SMC exact", "SMC auto"
+AR = "AR"
+AR_STOCK = "AR without the plugin"
+CHAIN = "STANDALONE chain"
+TREE = "STANDALONE tree"
+NGRAM = "NGRAM"
+BLOCK = "SMC block"
+EXACT = "SMC exact"
+AUTO = "SMC auto"
 #: Of bench/gpu alone. One head with random weights drafts for SGLang's EAGLE-3 and for SMC.
-AR_DRAFT, ADAPTIVE, EAGLE = "AR of the draft", "SMC adaptive", "EAGLE-3"
-EAGLE_TREE, EXACT_BLOCK = "EAGLE-3 tree of 64", "SMC exact with DSpark"
-EXACT_HEAD, SERVED = "SMC exact with a head", "SMC exact adaptive with a head"
+AR_DRAFT = "AR of the draft"
+ADAPTIVE = "SMC adaptive"
+EAGLE = "EAGLE-3"
+EAGLE_TREE = "EAGLE-3 tree of 64"
+EXACT_BLOCK = "SMC exact with DSpark"
+EXACT_HEAD = "SMC exact with a head"
+SERVED = "SMC exact adaptive with a head"
 EXACT_ADAPTIVE = "SMC exact adaptive"
 ADAPTS = (ADAPTIVE, EXACT_ADAPTIVE, SERVED)
 #: Whole blocks, too, with the draft's layers fused; or as the server chooses, which says how.
-FUSED, CHOSEN = "SMC fused", "SMC with chosen layers"
+FUSED = "SMC fused"
+CHOSEN = "SMC with chosen layers"
 LAYERS = {FUSED: "fused", CHOSEN: "auto"}
-STANDALONE, EAGLES = (CHAIN, TREE), (EAGLE, EAGLE_TREE)
+STANDALONE = (CHAIN, TREE)
+EAGLES = (EAGLE, EAGLE_TREE)
 _EXACT = dict.fromkeys((EXACT, EXACT_HEAD, EXACT_BLOCK, EXACT_ADAPTIVE, SERVED), "exact")
 SMC = {BLOCK: "smc", FUSED: "smc", CHOSEN: "smc", ADAPTIVE: "smc", AUTO: "auto", **_EXACT}
 

@@ -31,7 +31,8 @@ from speed.runner import Attempt, CallError, Case, Entry
 from study import code_fingerprint
 
 TEMPERATURE = 0.7
-WARM_UP, WARM_UP_TOKENS = "warm-up", 16
+WARM_UP = "warm-up"
+WARM_UP_TOKENS = 16
 KEPT = ("completion_tokens", "spec_verify_ct", "spec_smc_rounds_ct", "spec_smc_replayed_ct")
 
 
@@ -141,7 +142,8 @@ def measure(
                 plain = start(PLAIN, "-beside")
         began = time.time()
         engine = start(case.system)
-        attempt.started, took = True, EngineStart(began, time.time() - began)
+        attempt.started = True
+        took = EngineStart(began, time.time() - began)
         for cell in (cell for cell in case.cells if cell.slug in attempt.missing):
             found = sampled(engine, cell, preset, plain)
             if case.system.family in ADAPTS:

@@ -93,7 +93,8 @@ class RemoteEngine:
     """A running server, in processes of its own."""
 
     def __init__(self, url: str, log: Path) -> None:
-        self.url, self._log = url, log
+        self.url = url
+        self._log = log
         self._client = client_of(url, None, timeout=None)
 
     def ask(self, work: Work) -> TimedBatch:
@@ -145,10 +146,13 @@ class RemoteEngine:
     def _timed(self, prompt: list[int], params: dict[str, Any]) -> tuple[float, float, Any]:
         """Return the times of a request's first token and end, and its ``meta_info``."""
         body = {"input_ids": prompt, "sampling_params": {**params, "stream_interval": ONE_CHUNK}}
-        first, end, info = 0.0, 0.0, {}
+        first = 0.0
+        end = 0.0
+        info = {}
         with self._gone():
             for chunk in streamed(self._client, body):
-                end, info = time.perf_counter(), chunk["meta_info"]
+                end = time.perf_counter()
+                info = chunk["meta_info"]
                 first = first or end
         return first, end, info
 

@@ -98,7 +98,8 @@ def _ratios(cell: grid.SpeedCell, results: Results, preset: grid.Preset) -> dict
 
     Without AR beside it, the ratio is to the samples of AR's own cell.
     """
-    logs, found = to_ar(cell, results), dict[str, Interval]()
+    logs = to_ar(cell, results)
+    found = dict[str, Interval]()
     plain = replace(cell, system=grid.PLAIN)
     both = [samples_of(one, results) for one in (cell, plain)]
     if logs:
@@ -140,7 +141,8 @@ def _per_round(row: CellRow) -> str:
     return number_cell(row.tokens_per_round, ".2f") + told
 
 
-TO_STANDALONE, TO_FIXED = "to STANDALONE", "to the best fixed"
+TO_STANDALONE = "to STANDALONE"
+TO_FIXED = "to the best fixed"
 COLUMNS: dict[str, Callable[[CellRow], str]] = {
     "": lambda row: row.system,
     "batch": lambda row: str(row.batch),

@@ -31,7 +31,8 @@ from speed.runner import Case, Clock, Records, Runner, Stage, read_results
 from sglang_smc_tools.plan.shapes import from_config
 
 #: Far more than starts and cells take: what exceeds it thrice hangs.
-START_SECONDS, CELL_SECONDS = 120.0, 600.0
+START_SECONDS = 120.0
+CELL_SECONDS = 600.0
 REPORT = Report("speed", CellRow, markdown)
 
 
@@ -96,7 +97,8 @@ def run(options: argparse.Namespace) -> None:
     """Do what the options select."""
     preset = preset_of(options)
     folder = options.output_dir / preset.name
-    batches, prompts = options.batch or preset.batches, options.prompt or preset.prompts
+    batches = options.batch or preset.batches
+    prompts = options.prompt or preset.prompts
     cases = study.selected(cases_of(preset, batches, prompts, folder), options.only)
     if options.list:
         machines = read_results(folder)[0].values()

@@ -84,7 +84,8 @@ class Records:
     ) -> None:
         self._found = _entries(dict.fromkeys((*reads, *writes)))
         self._paths = [folder / RESULTS for folder in writes]
-        self._call, self._machine = datetime.now(timezone.utc).isoformat(), machine_of(call)
+        self._call = datetime.now(timezone.utc).isoformat()
+        self._machine = machine_of(call)
         for path in self._paths:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(f"{json.dumps(one)}\n" for one in self._found))
@@ -265,7 +266,8 @@ class Runner:
         After a failed part the others are tried again.
         """
         while missing := self.missing(stage, case):
-            share, clock = len(missing) / len(case.parts), self.clock
+            share = len(missing) / len(case.parts)
+            clock = self.clock
             if clock.left < case.seconds * (0.5 + 0.5 * share):
                 return f"takes about {case.seconds:.0f} s"
             left = "begins" if math.isinf(clock.left) else f"{clock.left:.0f} s left"

@@ -45,7 +45,8 @@ LEAST_ANSWERS = 2  # of a turn
 POOL = 24_576
 #: Users and answers of a load that moves, and the pairs that get it.
 PHASES = ((1, 6), (32, 128), (1, 6))
-MOVING, MOVING_SECONDS = ("head", "mixture"), 600.0
+MOVING = ("head", "mixture")
+MOVING_SECONDS = 600.0
 KINDS = ("claim", "moving", "grid")
 SETTINGS = {"temperature": TEMPERATURE, "phases": PHASES}
 FORM = "{desc}{bar}| {elapsed}{postfix}"
@@ -65,7 +66,8 @@ class ServedWay(NamedTuple):
         return Work([one.prompt for one in questions], params, at_once=users)
 
 
-PLAIN, DEFAULT = ServedWay("plain decoding", "plain"), ServedWay(of_turns.DEFAULT, "default")
+PLAIN = ServedWay("plain decoding", "plain")
+DEFAULT = ServedWay(of_turns.DEFAULT, "default")
 FIXED = "fixed"
 
 
@@ -89,7 +91,8 @@ def cells_of(kind: str, pair: ServedPair) -> list[ServedCell]:
     """Return the cells of a kind: ``claim``, ``grid`` or ``moving``."""
     each = list(map(fixed, pair.grid))
     ways = {"claim": [PLAIN, DEFAULT], "grid": [DEFAULT, *each], "moving": [DEFAULT, PLAIN, *each]}
-    slug, chosen = f"{kind}-{pair.name}", ways[kind]
+    slug = f"{kind}-{pair.name}"
+    chosen = ways[kind]
     if kind == "moving":
         return [ServedCell(slug, kind, pair, PHASES, chosen, MOVING_SECONDS)]
     sizes = [(users, max(pair.per_user * users, LEAST_ANSWERS)) for users in pair.users]
@@ -161,7 +164,9 @@ def turns_of(
     attempt: Attempt,
 ) -> list[Entry]:
     """Return the turns of a cell: as many as its ratios and its seconds ask for."""
-    began, found, shown = time.monotonic(), list[Entry](), 0.0
+    began = time.monotonic()
+    found = list[Entry]()
+    shown = 0.0
     warm_up(engines, cell, folder)
     for turn in endless(engines, cell, folder):
         attempt.goes_on()
@@ -197,7 +202,8 @@ def endless(engines: Mapping[str, RemoteEngine], cell: ServedCell, folder: Path)
     """Yield turns: by way what each phase took, and the seconds of all."""
     turn = 0
     while True:
-        began, found = time.monotonic(), dict[str, list[Entry]]()
+        began = time.monotonic()
+        found = dict[str, list[Entry]]()
         asked = [
             cell.pair.questions(folder / "models", f"{cell.slug} {turn} {phase}", count)
             for phase, (_, count) in enumerate(cell.phases)
@@ -271,7 +277,8 @@ def show(cases: Sequence[Case], left: Sequence[Case]) -> None:
 
 def report(options: argparse.Namespace, every: Sequence[Case], records: Records) -> None:
     """Write what is measured as asked now, and publish it if that is asked for."""
-    folder, done = options.output_dir / NAME, records.of(NAME)
+    folder = options.output_dir / NAME
+    done = records.of(NAME)
     parts = [part for case in every for part in case.parts.items()]
     found = {part: done[part] for part, one in parts if not records.lacks(NAME, part, one)}
     each = (cell for cells in every_cell().values() for cell in cells if cell.slug in found)

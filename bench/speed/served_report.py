@@ -12,7 +12,9 @@ from speed import turns as of
 from speed.runner import Entry
 
 #: What the default server is held to, beside plain decoding and beside the best fixed N and K.
-LEAST_TO_PLAIN, LEAST_TO_FIXED, LEAST_OF_MOVING = 0.95, 0.95, 0.97
+LEAST_TO_PLAIN = 0.95
+LEAST_TO_FIXED = 0.95
+LEAST_OF_MOVING = 0.97
 
 
 @dataclass(frozen=True, kw_only=True)

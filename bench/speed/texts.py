@@ -21,7 +21,8 @@ TEMPERATURE = 0.7
 FIRST_PROBLEM = 4_000_000
 #: Of the mixture's texts, which have no end: tokens of the pieces that it goes on with, and the
 #: answers whose lengths its own take.
-CONTEXT, LENGTHS = 64, PUBLISHED / "gsm8k" / "answers" / "coder-exact-t0.7.jsonl"
+CONTEXT = 64
+LENGTHS = PUBLISHED / "gsm8k" / "answers" / "coder-exact-t0.7.jsonl"
 TRAINING_STEPS = 300
 
 
@@ -119,7 +120,8 @@ def _mixture(models: Path) -> ModelFolders:
 
 
 def _library(models: Path, seed: str, count: int) -> list[Question]:
-    draw, texts = random.Random(seed), _held_out(models / "mixture" / TARGET / "texts.json")
+    draw = random.Random(seed)
+    texts = _held_out(models / "mixture" / TARGET / "texts.json")
     starts = [draw.randrange(len(texts) - CONTEXT) for _ in range(count)]
     lengths = draw.choices(_lengths(), k=count)
     return [

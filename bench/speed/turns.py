@@ -15,7 +15,8 @@ Turn = Mapping[str, Any]
 DEFAULT = "default"
 #: Half the width of an interval that is narrow enough, as a logarithm: of a ratio far from 1 a
 #: wider one tells as much.
-AIM, OF_RATIO = 0.03, 0.25
+AIM = 0.03
+OF_RATIO = 0.25
 LEAST_TURNS = 4
 
 

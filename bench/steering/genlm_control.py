@@ -48,7 +48,8 @@ def by_sglang(engine: Any, index: int) -> Steered:
     """Answer a problem by verified chains."""
     smc = steered(VERIFIED, "steps", NUM_PARTICLES).smc
     params = {"temperature": 1.0, "max_new_tokens": MAX_TOKENS, "sampling_seed": index}
-    ids, asked = prompt_ids(held_out(index)), {**params, "custom_params": {"smc": smc}}
+    ids = prompt_ids(held_out(index))
+    asked = {**params, "custom_params": {"smc": smc}}
     began = time.perf_counter()
     info = engine.generate(input_ids=ids, sampling_params=asked)["meta_info"]
     seconds = time.perf_counter() - began

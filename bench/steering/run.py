@@ -97,8 +97,13 @@ def cells() -> list[SteeringCell]:
 
 # --- Choices among texts
 
-ONE, MAJORITY, BEST, WEIGHTED = "one sample", "majority", "best of N", "weighted vote"
-SMC_SAMPLE, SMC_ARGMAX, SMC_VOTE = "SMC, sample", "SMC, argmax", "SMC, vote"
+ONE = "one sample"
+MAJORITY = "majority"
+BEST = "best of N"
+WEIGHTED = "weighted vote"
+SMC_SAMPLE = "SMC, sample"
+SMC_ARGMAX = "SMC, argmax"
+SMC_VOTE = "SMC, vote"
 METHODS = (ONE, MAJORITY, BEST, WEIGHTED, SMC_SAMPLE, SMC_ARGMAX, SMC_VOTE)
 #: Marks of the generated part of the page.
 MARKS = "<!-- made by bench/steering -->", "<!-- end -->"
@@ -356,10 +361,13 @@ class Steering(Study[SteeringCell, Drawn]):
 
     def stored(self, cell: SteeringCell, reply: Reply, sample: int) -> Drawn:
         """Return the particles of SMC, or a plain sample with its value by each potential."""
-        index, info = reply.index, reply.meta_info
+        index = reply.index
+        info = reply.meta_info
         if not cell.smc:
-            tokens, ids = info["completion_tokens"], tokenizer()(reply.text)["input_ids"]
-            prompt, values = prompt_ids(held_out(index)), dict[str, float]()
+            tokens = info["completion_tokens"]
+            ids = tokenizer()(reply.text)["input_ids"]
+            prompt = prompt_ids(held_out(index))
+            values = dict[str, float]()
             for name, potential in shipped().items():  # as servers pass a text to them
                 text = Text(prompt, ids, potential.Args(**POTENTIALS[name]), _decode)
                 (values[name],) = potential.complete([text])

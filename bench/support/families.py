@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-VOCAB, EOS = 64, 1
+VOCAB = 64
+EOS = 1
 
 
 class ModelFamily(NamedTuple):
@@ -107,14 +108,12 @@ VISION = {
 TOWER = ("vision_tower.", "vision_tower.vision_model.")
 NO_CACHE = (("disable_radix_cache", True),)
 
-FULL, WINDOW, MLA, STATE, IMAGES, OTHER = (
-    "full attention",
-    "windows, caps, sinks",
-    "latent attention",
-    "recurrent state",
-    "classes with images",
-    "sparse or chunked attention, unlike layers",
-)
+FULL = "full attention"
+WINDOW = "windows, caps, sinks"
+MLA = "latent attention"
+STATE = "recurrent state"
+IMAGES = "classes with images"
+OTHER = "sparse or chunked attention, unlike layers"
 
 
 def _rows(attention: str, *rows: tuple[Any, ...], **more: Any) -> list[ModelFamily]:

@@ -135,7 +135,8 @@ def _with_smc(family: ModelFamily, path: str, folder: Path, log: Path) -> Trial:
     try:
         answers = _answers(log, MODES, speculative_draft_model_path=path, **flags)
         kept = all(one["meta_info"]["spec_accept_rate"] == 1 for one in answers["exact"])
-        draft, note = "run" if kept else "failed", ""
+        draft = "run" if kept else "failed"
+        note = ""
     except EngineError:
         reasons = _reasons(log.read_text(errors="replace"))
         if not reasons:  # no refusal by SMC
@@ -144,7 +145,8 @@ def _with_smc(family: ModelFamily, path: str, folder: Path, log: Path) -> Trial:
             return Trial(family.name, "refused", "refused", reasons["--model-path"])
         llama = save(FAMILIES[0], folder / "llama")
         answers = _answers(log, MODES, speculative_draft_model_path=llama, **flags)
-        draft, note = "refused", f"as a draft: {reasons['--speculative-draft-model-path']}"
+        draft = "refused"
+        note = f"as a draft: {reasons['--speculative-draft-model-path']}"
     texts = {mode: [one["output_ids"] for one in found] for mode, found in answers.items()}
     expected = _transformers(family, path)
     if any(text != expected for text in texts.values()):
@@ -172,7 +174,8 @@ def _answers(
 ) -> dict[str | None, list[Any]]:
     """Return an engine's greedy answers by mode, None for requests without SMC."""
     params = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    found, launch = {}, Launch({**ENGINE, **arguments})
+    found = {}
+    launch = Launch({**ENGINE, **arguments})
     try:
         with Clock(math.inf).at_most(PATIENCE), running(launch, log) as engine:
             for mode in modes:

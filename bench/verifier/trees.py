@@ -74,7 +74,8 @@ class Texts:
     """What two models say behind a context."""
 
     def __init__(self, models: Models, context: torch.Tensor) -> None:
-        self.models, self.context = models, context
+        self.models = models
+        self.context = context
         self._read = {name: self._begin(name) for name in ("target", "draft")}
 
     @torch.no_grad()
@@ -94,7 +95,8 @@ class Texts:
         return getattr(self.models, name)(read, past_key_values=cache).logits.float()
 
     def _head_logits(self, chains: torch.Tensor) -> torch.Tensor:
-        head, target = self.models.head, self.models.target
+        head = self.models.head
+        target = self.models.target
         texts = torch.cat([self.context.expand(len(chains), -1), chains], 1)  # [R, L]
         states = target(texts, output_hidden_states=True).hidden_states
         features = torch.cat([states[layer + 1] for layer in head.layer_ids], -1)
@@ -121,7 +123,8 @@ def log_probs(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 def expected(texts: Texts, cell: VerifierCell) -> dict[str, float]:
     """Return the expected tokens of a round by each rule, for one drawn tree, and its nodes."""
-    n, k = cell.num_particles, cell.num_steps
+    n = cell.num_particles
+    k = cell.num_steps
     chains = texts.drawn("draft", n, cell, cell.draft_temperature)  # [N, K]
     log_q = log_probs(texts.logits("draft", chains)[:, :k], cell.draft_temperature)
     log_p = log_probs(texts.logits("target", chains), cell.temperature)
@@ -154,7 +157,9 @@ def bound(texts: Texts, cell: VerifierCell) -> float:
         log_probs(texts.logits(name, drawn)[:, :-1], temperature).gather(2, places).double()
         for name, temperature in (("target", cell.temperature), ("draft", cell.draft_temperature))
     )
-    log_p, log_q = by_target.cumsum(1), by_draft.cumsum(1)  # [R, K, 1]
+    # [R, K, 1]
+    log_p = by_target.cumsum(1)
+    log_q = by_draft.cumsum(1)
     is_drafted = -torch.expm1(cell.num_particles * torch.log1p(-log_q.exp()))
     return 1.0 + float((is_drafted / log_p.exp()).clamp_max(1.0).mean(0).sum())
 

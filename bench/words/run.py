@@ -20,8 +20,11 @@ from intervals import Interval, mean_of
 from real.run import MATCHES, PLAIN, USUAL, RealCell, RealStudy, Yielded, settings, tokenizer
 from results import Report, interval_cell, table
 
-PAIR, TEMPERATURE, MAX_TOKENS = "smollm2", 1.0, 64
-PATTERN, WEIGHT = r"\b[Tt]he\b", -0.7
+PAIR = "smollm2"
+TEMPERATURE = 1.0
+MAX_TOKENS = 64
+PATTERN = r"\b[Tt]he\b"
+WEIGHT = -0.7
 N, K = USUAL
 DECLARED = f"words=sglang_smc.potentials.library:RegexCount(pattern={PATTERN!r})"
 POTENTIAL = {"name": "words", "args": {"weight": WEIGHT}}
@@ -57,7 +60,9 @@ class WordsRow:
 
 def rows_of(plain: Sequence[Counted], steered: Sequence[Counted]) -> list[WordsRow]:
     """Return a row for each way to choose an answer."""
-    samples, particles = _by_prompt(plain), _by_prompt(steered)  # [prompts, samples]
+    # [prompts, samples]
+    samples = _by_prompt(plain)
+    particles = _by_prompt(steered)
     truth = _weighted(samples)
 
     def row(label: str, words: np.ndarray) -> WordsRow:

@@ -78,7 +78,8 @@ LATTICE = "lilicorr_"
 EAGLE3_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Settings of an EAGLE-3 head that add or move a norm."""
 
-_BLOCK, _MARKOV = "dflash_config", "dspark_config"
+_BLOCK = "dflash_config"
+_MARKOV = "dspark_config"
 _SECTIONS = (LAYER_CONFIG, "speculators_config", "eagle_config", _BLOCK, _MARKOV)
 # Of a block's section, what SGLang's classes read outside of it, by its name there.
 _RAISED = {

@@ -59,7 +59,8 @@ class Int8Rows(LinearMethodBase):
     """Type of products, for an LM head float32; None: as the rows."""
 
     def __init__(self, layer: Any) -> None:
-        table, loaded = layer.weight, layer.weight.data
+        table = layer.weight
+        loaded = layer.weight.data
         self.dtype = loaded.dtype
         self.scale = loaded.new_zeros(len(loaded), dtype=torch.float32)
         self._load_rows = vars(table).get("weight_loader", default_weight_loader)
@@ -220,7 +221,8 @@ def _dtype_of(part: Any) -> torch.dtype:
 
 
 def _projections(layer: Any) -> tuple[Any, ...]:
-    own, mlp = layer.self_attn, layer.mlp
+    own = layer.self_attn
+    mlp = layer.mlp
     return own.qkv_proj, own.o_proj, mlp.gate_up_proj, mlp.down_proj
 
 
@@ -237,8 +239,11 @@ class DraftLayer:
         is_last: bool,
     ) -> None:
         self._fuses = fuses
-        self._layer, self._forward = layer, layer.forward
-        self._attention, self._skinny, self._is_last = attention, skinny, is_last
+        self._layer = layer
+        self._forward = layer.forward
+        self._attention = attention
+        self._skinny = skinny
+        self._is_last = is_last
         # Layers of 0.5.17, and of heads, return an output and what it is yet to be added to.
         self._returns_pairs = type(layer) is _Midlayer or not IS_NEWER
 

@@ -74,7 +74,8 @@ class Place(NamedTuple):
 
     @classmethod
     def of_draft(cls, view: Any) -> "Place":
-        path, revision = view.speculative_draft_model_path, view.speculative_draft_model_revision
+        path = view.speculative_draft_model_path
+        revision = view.speculative_draft_model_revision
         file = (view.decrypted_draft_config_file or "").strip()
         return cls(path, revision, view.trust_remote_code, file or None)
 

@@ -65,7 +65,8 @@ class ResidualOfNorm(LlamaDecoderLayer):
 
 def complete_eagle3(head: Any, config: Any) -> None:
     """Give an EAGLE-3 head the norms and windows of its configuration, before it is loaded."""
-    told, layers = config.to_dict(), head.model.layers
+    told = config.to_dict()
+    layers = head.model.layers
     for layer in layers[1:]:  # made, and not computed with: no checkpoint has it
         layer.input_layernorm = torch.nn.Identity()
     if told.get("norm_before_residual"):

@@ -103,7 +103,8 @@ class Splitter:
                 all so far.
             prompt_tail: tokens before the first; decoded without any, it may lose its space.
         """
-        self._decode, self._incremental = decode, incremental
+        self._decode = decode
+        self._incremental = incremental
         self._num_tokens = self._length = 0  # of what has been yielded; characters
         self._ids = list(prompt_tail)  # what the next tokens are decoded behind, and open ones
         self._num_decoded = len(self._ids)  # of these, tokens whose characters are complete
@@ -128,8 +129,11 @@ class Splitter:
     ) -> dict[str, Any]:
         """Return what an answer has of a sample's first tokens and characters."""
         first, begin = (self._num_tokens, self._length) if self._incremental else (0, 0)
-        self._num_tokens, self._length = num_tokens, length
-        ids, text, meta_info = answer["output_ids"], answer["text"], answer["meta_info"]
+        self._num_tokens = num_tokens
+        self._length = length
+        ids = answer["output_ids"]
+        text = answer["text"]
+        meta_info = answer["meta_info"]
         place = first - left_out[0]
         end = num_tokens - left_out[0]
         # Without a token, one entry is that of the next: of scoring.
@@ -152,7 +156,8 @@ class Splitter:
         length = self._num_characters + len(complete)
         if complete and complete == added:
             self._ids = self._ids[self._num_decoded :]
-            self._num_decoded, self._num_characters = len(self._ids), length
+            self._num_decoded = len(self._ids)
+            self._num_characters = length
         return length
 
 

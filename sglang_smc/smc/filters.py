@@ -159,7 +159,8 @@ def bounds_of(
     key: torch.Tensor, top: torch.Tensor, unit: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the least logits ``[R]`` above a cell ``[R, 1]`` and in it."""
-    bucket, cell = key.squeeze(1) // NUM_CELLS, key.squeeze(1) % NUM_CELLS
+    bucket = key.squeeze(1) // NUM_CELLS
+    cell = key.squeeze(1) % NUM_CELLS
     is_last = bucket == NUM_BUCKETS - 1
     lowest = (top - bucket + (NUM_CELLS - 1 - cell) / NUM_CELLS) / unit
     above = lowest + 1 / (unit * NUM_CELLS)

@@ -128,11 +128,13 @@ class Model:
 def test_faults_of_kv_leave_prefills_alone(
     monkeypatch: pytest.MonkeyPatch, name: str, kept: list[int]
 ) -> None:
-    broken, pool = type("Broken", (Model,), {}), type("BrokenPool", (Pool,), {})
+    broken = type("Broken", (Model,), {})
+    pool = type("BrokenPool", (Pool,), {})
     monkeypatch.setattr(memory_pool, "MHATokenToKVPool", pool)
     monkeypatch.setattr(llama, "LlamaForCausalLM", broken)
     kv_faults.install(name)
-    ids, positions = torch.zeros(2), torch.tensor([1, 300])
+    ids = torch.zeros(2)
+    positions = torch.tensor([1, 300])
     for mode, expected in ((ForwardMode.EXTEND, [1, 0, 300]), (ForwardMode.TARGET_VERIFY, kept)):
         batch = SimpleNamespace(forward_mode=mode, req_pool_indices=[0], pool=pool())
         assert broken().forward(ids, positions, batch).tolist() == expected
@@ -141,7 +143,8 @@ def test_faults_of_kv_leave_prefills_alone(
 def test_a_retracted_request_keeps_what_others_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is prefilled again, once."""
 
-    broken, pool = type("Broken", (Model,), {}), type("BrokenPool", (Pool,), {})
+    broken = type("Broken", (Model,), {})
+    pool = type("BrokenPool", (Pool,), {})
 
     class Request(SimpleNamespace):
         def reset_for_retract(self) -> None:
@@ -224,7 +227,7 @@ def test_a_server_that_does_not_start_says_why_in_the_table(
 
 def test_simulated_audits_have_copies_too(tmp_path: Path) -> None:
     assert main(["--only", "simulated", "--simulated", "2", "--output-dir", str(tmp_path)]) == 0
-    (told, *_) = json.loads((tmp_path / "simulated.json").read_text())["audits"]
+    told, *_ = json.loads((tmp_path / "simulated.json").read_text())["audits"]
     assert [one["check"] for one in told["results"]][-3:] == ["copies-1", "copies-12", "copies-64"]
     assert told["false_alarm"] == pytest.approx(0.01, rel=0.1)
 

@@ -20,7 +20,9 @@ from sglang_smc.cpu.platform import PlainCpuPlatform
 from sglang_smc.server import hooks
 
 SEEDS = range(5)
-NUM_STEPS, TOPK, WIDTH = 3, 3, 7
+NUM_STEPS = 3
+TOPK = 3
+WIDTH = 7
 
 
 #: What the hooks are around: not to be called.
@@ -39,12 +41,17 @@ class Drafted(NamedTuple):
 def drafted(seed: int, requests: int = 3) -> Drafted:
     """Random trees. Candidates are numbered by steps; ``TOPK`` of a step go on to the next."""
     rng = random.Random(seed)
-    groups, selected, parents = [], [], []
+    groups = []
+    selected = []
+    parents = []
     for _ in range(requests):
-        follows, score = [-1] * TOPK, [rng.random() for _ in range(TOPK)]
-        kept, group = list(range(TOPK)), [-1, *range(TOPK)]
+        follows = [-1] * TOPK
+        score = [rng.random() for _ in range(TOPK)]
+        kept = list(range(TOPK))
+        group = [-1, *range(TOPK)]
         for _step in range(1, NUM_STEPS):
-            first, behind = len(follows), [parent for parent in kept for _ in range(TOPK)]
+            first = len(follows)
+            behind = [parent for parent in kept for _ in range(TOPK)]
             follows += behind
             score += [score[parent] * rng.random() for parent in behind]
             fresh = range(first, len(follows))
@@ -69,7 +76,8 @@ class Tree(NamedTuple):
 
     @classmethod
     def unwritten(cls, seq_lens: torch.Tensor, width: int) -> Tree:
-        size, requests = int((width * (seq_lens + width)).sum()), len(seq_lens)
+        size = int((width * (seq_lens + width)).sum())
+        requests = len(seq_lens)
         mask = torch.ones(size, dtype=torch.bool)
         return cls(mask, torch.empty(requests * width).long(), torch.full((3, requests, width), -1))
 
@@ -196,7 +204,8 @@ NODES = {(): 0, (0,): 1, (2,): 2, (0, 3): 3}
     ids=lambda limits: next(iter(limits), "plain"),
 )
 def test_accepted_texts_follow_the_target(limits: dict[str, Any]) -> None:
-    size, parents = 4000, [-1, 0, 0, 1]
+    size = 4000
+    parents = [-1, 0, 0, 1]
     torch.manual_seed(0)
     logits = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
     target = target_tokens(logits.repeat(size, 1), sampling(size, **limits), size)
@@ -230,14 +239,17 @@ def test_greedy_rows_beside_others_stay_greedy() -> None:
 
 def test_slots_and_tokens_are_moved_as_kernels_move_them() -> None:
     table = torch.arange(100, dtype=torch.int32).view(5, 20)
-    rows, start, end = torch.tensor([3, 0, 4]), torch.tensor([2, 0, 7]), torch.tensor([5, 0, 11])
+    rows = torch.tensor([3, 0, 4])
+    start = torch.tensor([2, 0, 7])
+    end = torch.tensor([5, 0, 11])
     spans = list(zip(rows, start, end, strict=True))
     wanted = torch.cat([table[row, a:b] for row, a, b in spans]).long()
     places = {"start_offset": start.int(), "end_offset": end, "batch_size": 3}
     found = trees.slots_between(req_pool_indices=rows, req_to_token=table, **places)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
-    written, expected = table.clone(), table.clone()
+    written = table.clone()
+    expected = table.clone()
     speculation.fill_table(no_kernel, rows, written, start.int(), end.int(), wanted + 1000, 3)
     for row, a, b in spans:
         expected[row, a:b] += 1000
@@ -256,7 +268,8 @@ def test_slots_and_tokens_are_moved_as_kernels_move_them() -> None:
     assert of.tolist() == [100, 104, 106, 108, 111, 0]
 
     bonus = torch.empty(2, dtype=torch.int32)
-    tokens, lengths = torch.tensor([[5, 6, 9], [7, 9, 9]]), torch.tensor([2, 1])
+    tokens = torch.tensor([[5, 6, 9], [7, 9, 9]])
+    lengths = torch.tensor([2, 1])
     speculation.last_accepted(no_kernel, tokens, lengths, bonus, 3, 2)
     assert bonus.tolist() == [6, 7]
 

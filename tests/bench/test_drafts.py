@@ -60,7 +60,8 @@ def test_a_whole_run_is_published(bench: Runner) -> None:
     assert len(bench.started) == len({cell.engine for cell in cells((0.7,))})
     assert bench.published() == set(DraftStudy.report.files)
     rows = bench.rows()
-    model, head = rows["draft model exact N=8"], rows["EAGLE-3 exact N=8"]
+    model = rows["draft model exact N=8"]
+    head = rows["EAGLE-3 exact N=8"]
     # Every other answer of 36 tokens behind the first took a pass more than 36 / 9.
     assert head.tokens_per_pass.mean == pytest.approx(36 / 4.5)
     cost = round_seconds("eagle3-8b", 8)

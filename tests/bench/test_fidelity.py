@@ -23,7 +23,9 @@ STUDY = Fidelity(Fidelity.parser().parse_args([]))
 
 
 def test_the_server_takes_every_setting_and_none_is_measured_twice() -> None:
-    server, seen, every = SMCConfig(), set(), cells((0.7,))
+    server = SMCConfig()
+    seen = set()
+    every = cells((0.7,))
     for cell in every:
         if cell.smc:
             config = request_config(server, {"smc": cell.smc})
@@ -35,7 +37,8 @@ def test_the_server_takes_every_setting_and_none_is_measured_twice() -> None:
 
 
 def test_the_engines_differ_by_model_and_smc_alone() -> None:
-    target, smc = STUDY.engine("target"), STUDY.engine("smc")
+    target = STUDY.engine("target")
+    smc = STUDY.engine("smc")
     assert STUDY.engine("draft") == target and smc == {**smc, **target}
     assert (smc["speculative_smc_num_particles"], smc["speculative_num_steps"]) == (8, 8)
 
@@ -80,7 +83,8 @@ def canned(cell: FidelityCell, lost: int, tilt: float) -> list[ScoredAnswer]:
     All have this tilt, give or take, and log p of -40 less ten times that.
     """
     info: dict[str, Any] = {"completion_tokens": 41}
-    mode, passes = (cell.smc or {}).get("mode"), 20 - lost
+    mode = (cell.smc or {}).get("mode")
+    passes = 20 - lost
     if cell.smc:
         # As the server says it: nothing in the mode auto.
         evidence = None if mode == "auto" else -1.5
@@ -115,7 +119,8 @@ def rows() -> dict[str, FidelityRow]:
     """All cells by slug: one of SMC solves the less the more tokens a pass it has."""
     answers = {}
     for place, cell in enumerate(cells((0.7, 1.0))):
-        lost, tilt = LOST.get(cell.label, 3 + place % 9), TILTS.get(cell.label, 0.3)
+        lost = LOST.get(cell.label, 3 + place % 9)
+        tilt = TILTS.get(cell.label, 0.3)
         answers[cell] = canned(cell, lost, tilt)
     return {row.slug: row for row in make_rows(answers)}
 

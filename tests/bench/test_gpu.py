@@ -276,7 +276,8 @@ def test_a_drafts_layers_that_differ_once_are_told(
     monkeypatch: pytest.MonkeyPatch, kind: str, error: float, told: list[str]
 ) -> None:
     """In one of twenty replays, as a race would."""
-    capture, calls = layers.capture_kinds, [0]
+    capture = layers.capture_kinds
+    calls = [0]
 
     def broken(*given: Any) -> layers.Kinds:
         kinds = capture(*given)
@@ -332,10 +333,12 @@ def test_a_drafts_layers_on_a_gpu_are_those_that_servers_launch(
     monkeypatch.setitem(sys.modules, "sgl_kernel", own)
     monkeypatch.setattr(work, "chip_of", lambda _: work.H100)
     monkeypatch.setattr(layers, "DEVICE", "cuda")
-    product, attention = "_skinny", "_attend_spans"
+    product = "_skinny"
+    attention = "_attend_spans"
     for num_rows in (8, 64):
         with fake_cuda(monkeypatch) as (_, account), account:
-            one, attend = [layers.make_layer()], layers.attention_over(num_rows)
+            one = [layers.make_layer()]
+            attend = layers.attention_over(num_rows)
             x = one[0].norms[0].new_zeros(num_rows, layers.HIDDEN)
             account.calls.clear()
             layers.fused(skinny, one, attend, x)
@@ -359,7 +362,8 @@ def test_what_is_new_fits_into_fifteen_minutes() -> None:
     """In two calls: of 8.8 minutes, 100 seconds of them to unpack, and of 4 on the same machine."""
     stages = run.stages(Path(), on_gpu=True)
     every = [(one.name, case) for one in stages for case in one.cases()]
-    first, second = every[:8], every[8:12]
+    first = every[:8]
+    second = every[8:12]
     assert [(name, case.slug) for name, case in first] == [
         ("kernels", "doctor"),
         ("smoke", "smc-graphs"),
@@ -519,7 +523,8 @@ def a_speed(tokens: float) -> dict[str, Any]:
 def test_the_report_of_canned_lines(tmp_path: Path) -> None:
     """Lines as a GPU machine would write them."""
     records = records_in(tmp_path / "lines")
-    block, exact = System(BLOCK, 8, 8), System(EXACT, 8, 8)
+    block = System(BLOCK, 8, 8)
+    exact = System(EXACT, 8, 8)
     for system, tokens in ((System(AR), 200.0), (block, 640.0), (exact, 510.0)):
         part = SpeedCell(system, 1, 256).slug
         records.add("speed", part, CODE, a_speed(tokens))
@@ -534,7 +539,8 @@ def test_the_report_of_canned_lines(tmp_path: Path) -> None:
     profile |= {"conditions": took, "wrong": ["its rounds do not launch _skinny"]}
     records.add("profile", "smc-block-n8-k8-b1-p256", CODE, profile)
     records.add("profile", "smc-exact-n8-k8-b1-p256", CODE, {"failed": "it died"})
-    curve, budget = Curve.of([(1, 0.0108), (8, 0.0226)]), Budget(4, 16)
+    curve = Curve.of([(1, 0.0108), (8, 0.0226)])
+    budget = Budget(4, 16)
     costs = {"costs": RoundCosts({budget: curve}, {budget: 1.5e-7}).as_dict()}
     records.add("speed", "smc-adaptive-n4-k16-b1-p256", CODE, a_speed(900.0) | costs)
     times = {f"{kind}_ms": ms for kind, ms in (("stock", 1.2), ("fused", 1.0), ("int8", 0.5))}
@@ -588,7 +594,8 @@ def test_estimates_add_what_default_servers_got_since_and_save_a_targets_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Red where what is planned counts, or the draft's bytes are halved too."""
-    results, name = expected.published(), expected.ON_HEAD
+    results = expected.published()
+    name = expected.ON_HEAD
     measured, _ = expected.milliseconds(results, expected.SHAPES[name], 1)
     changes = tmp_path / "gpu" / "changes.csv"
     changes.parent.mkdir()

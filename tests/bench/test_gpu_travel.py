@@ -59,7 +59,8 @@ def test_a_copy_for_a_gpu_machine_has_what_stages_read_and_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Red where what is carried goes uncounted, or a copy is made that is too large."""
-    left_out, kept = "bench/pair/reward/model", ("bench/pair/reward_texts.py", "bench/pair/draft/m")
+    left_out = "bench/pair/reward/model"
+    kept = ("bench/pair/reward_texts.py", "bench/pair/draft/m")
     tree = checkout_of(tmp_path / "tree", left_out, *kept, "gone")
     (tree / "gone").unlink()
     for name in ("new", "ignored", ".sg/part-00", ".sg/triton.tar.xz"):
@@ -86,7 +87,8 @@ def test_a_checkout_is_made_to_fit_or_left_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By git itself. Red where work is lost, or a checkout that is still too large is thinned."""
-    left_out, kept = "bench/pair/reward/model", "bench/pair/reward_texts.py"
+    left_out = "bench/pair/reward/model"
+    kept = "bench/pair/reward_texts.py"
     tree = checkout_of(tmp_path / "tree", left_out, kept)
     monkeypatch.setattr(travel, "REPOSITORY", tree)
     monkeypatch.setattr(travel, "MOST_CARRIED", 900)
@@ -125,7 +127,8 @@ def test_kernels_compiled_on_one_machine_come_back_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang's, as 0.5.23's payload compiles them where none were brought, and Triton's."""
-    tree, folder = tmp_path / "tree", REPOSITORY / "bench" / "gpu"
+    tree = tmp_path / "tree"
+    folder = REPOSITORY / "bench" / "gpu"
     (tree / "bench" / "gpu").mkdir(parents=True)
     shutil.copy(folder / "run.sh", tree / "bench" / "gpu")
     for name in ("pyproject.toml", "sglang_smc", "tools"):
@@ -146,7 +149,8 @@ def test_kernels_compiled_on_one_machine_come_back_to_the_next(
         ("two", "verify.cubin", "['.sg', '--site'] True", set()),
         ("two", "new.cubin", "", {"triton.tar.xz"}),  # assembled already
     ):
-        site, out = tmp_path / machine, tmp_path / f"{machine}-{compiles}"
+        site = tmp_path / machine
+        out = tmp_path / f"{machine}-{compiles}"
         out.mkdir()
         environment = {"PYTHON": str(tmp_path / "python"), "SG_SITE": str(site)}
         lines = printed(*command, env={**os.environ, **environment}).splitlines()

@@ -60,7 +60,8 @@ def test_who_waits_joins_when_another_ends_and_holds_up_the_rest() -> None:
 
 
 def test_a_round_keeps_what_its_chances_say() -> None:
-    draw, chances = np.random.default_rng(0), np.array([0.0, 0.5, 0.9, 1.0])
+    draw = np.random.default_rng(0)
+    chances = np.array([0.0, 0.5, 0.9, 1.0])
     kept = np.stack([RoundKind(by_size(1), 4, loss=0.5).keep(chances, draw) for _ in range(4000)])
     each = 1 - (1 - chances) / 2
     expected = [sum(chance**i for i in range(1, 5)) for chance in each]
@@ -70,7 +71,8 @@ def test_a_round_keeps_what_its_chances_say() -> None:
 
 @pytest.mark.parametrize("name", TRACES)
 def test_all_tokens_are_served_to_all_in_their_order(name: str, measured: Measured) -> None:
-    trace, adapted = TRACES[name], measured.budgets()
+    trace = TRACES[name]
+    adapted = measured.budgets()
     for decoder in (Fixed(adapted[Budget(8, 16)]), Adaptive(adapted)):
         requests = requests_of(trace, 8, measured.chances, adapted[OFF].seconds)
         play(decoder, PREFILL, requests, most=8)
@@ -83,7 +85,8 @@ def test_all_tokens_are_served_to_all_in_their_order(name: str, measured: Measur
 @pytest.mark.parametrize("users", [1, 16, 64])
 def test_the_policy_loses_a_hundredth_on_useless_drafts(users: int, measured: Measured) -> None:
     """Of requests that keep nothing; 0.02 more for what it has to learn first."""
-    plain, adapted = measured.shapes()[PLAIN], measured.budgets()
+    plain = measured.shapes()[PLAIN]
+    adapted = measured.budgets()
     more = adapted[OFF].seconds.at(32) / plain.seconds.at(32)
     assert 1.0 < more < 1.1
 
@@ -112,8 +115,10 @@ TREES = {
 @pytest.mark.parametrize("texts", TEXTS)
 def test_settings_yield_the_tokens_that_were_measured_on_the_same_texts(texts: str) -> None:
     """Red where rejections of one pair are taken for another's: real text had 2.3 of the tree."""
-    measured, draw = Measured(TEXTS[texts]), np.random.default_rng(0)
-    shapes, chances = measured.shapes(), np.array(measured.chances * 500)
+    measured = Measured(TEXTS[texts])
+    draw = np.random.default_rng(0)
+    shapes = measured.shapes()
+    chances = np.array(measured.chances * 500)
     expected_tokens = TOKENS[texts] | TREES[texts]
     assert shapes.keys() == {PLAIN, *expected_tokens}
     for name, tokens in expected_tokens.items():
@@ -127,7 +132,8 @@ def test_settings_yield_the_tokens_that_were_measured_on_the_same_texts(texts: s
 def test_speeds_are_those_of_the_table_for_an_h200(users: int, measured: Measured) -> None:
     """Red where this page ranks settings otherwise than docs/performance.md."""
     tokens = {name: of["0.7"] for name, of in expected.tokens_by_name().items()}
-    times, ours = expected.published(), "`exact`, EAGLE-3 head, N = {}, K = {}"
+    times = expected.published()
+    ours = "`exact`, EAGLE-3 head, N = {}, K = {}"
     names = {EXACT.format(*of): ours.format(*of) for of in FIXED if of != Budget(1, 8)}
     names |= {name: name for name in (PLAIN, *TREES["head"])}
     shapes = measured.shapes()

@@ -18,7 +18,8 @@ def test_ratio_by_hand() -> None:
 def test_problems_in_common_make_the_difference_narrow() -> None:
     """Problems differ far more than answers to one do; both arms have them in common."""
     rng = np.random.default_rng(5)
-    tokens, problem = np.full(400, 50.0), rng.normal(-30, 10, 400)
+    tokens = np.full(400, 50.0)
+    problem = rng.normal(-30, 10, 400)
     ours, reference = (problem + rng.normal(shift, 1, 400) for shift in (-1.0, 0.0))
     found = paired_ratio_difference((ours, tokens), (reference, tokens))
     assert found.low < -1 / 50 < found.high < 0

@@ -55,9 +55,12 @@ class TwoTokens:
         return [0.2, 0.5, 0.3] if before[-1] == 1 else [0.35, 0.4, 0.25]
 
     def generate(self, **question: Any) -> dict[str, Any]:
-        params, ids = question["sampling_params"], list(question["input_ids"])
+        params = question["sampling_params"]
+        ids = list(question["input_ids"])
         power = 1 / params["temperature"]
-        told, likeliest, reason = [], [], "length"
+        told = []
+        likeliest = []
+        reason = "length"
         for _ in range(params["max_new_tokens"]):
             each = self.probabilities(ids)
             token = self.draw.choices(range(3), [p**power for p in each])[0]
@@ -109,7 +112,8 @@ class Engine:
     """Greedy is right at even problems; powers and one of eight samples always are."""
 
     def __init__(self, asked: list[dict[str, Any]], flushed: list[int]) -> None:
-        self.asked, self.flushed = asked, flushed
+        self.asked = asked
+        self.flushed = flushed
 
     def post(self, route: str) -> None:
         assert route.startswith("/flush_cache")
@@ -188,7 +192,8 @@ def test_rows_compare_the_same_problems(tmp_path: Path, monkeypatch: pytest.Monk
     found = bench("--only", *only, "--publish")
     # Each engine starts anew only where the other ran.
     assert bench.started == ["SMC", "plain", "SMC"]
-    ours, greedy = found["p^4 N=8"], found["plain T=0"]
+    ours = found["p^4 N=8"]
+    greedy = found["plain T=0"]
     assert (ours.accuracy.mean, greedy.accuracy.mean) == (1, 0.5)
     assert ours.to_greedy is not None and ours.to_greedy.mean == 0.5 and greedy.to_greedy is None
     assert ours.log_p_to_greedy is not None
@@ -198,7 +203,8 @@ def test_rows_compare_the_same_problems(tmp_path: Path, monkeypatch: pytest.Monk
     assert (ours.cpu_seconds, greedy.cpu_seconds, ours.cpu_to_greedy) == (1, 1, 1)
     # Particles of most weight that are whole say 8.
     assert found["p^4 N=8, vote"].accuracy.mean == 1 and found["p^4 N=8, vote"].log_p is None
-    best, most = found["8 plain T=0.7, best log p"], found["8 plain T=0.7, majority"]
+    best = found["8 plain T=0.7, best log p"]
+    most = found["8 plain T=0.7, majority"]
     assert (best.accuracy.mean, most.accuracy.mean) == (1, 0.5)
     assert best.accuracy.n == AT_ONCE and best.cpu_seconds == SAMPLES
     assert best.to_greedy is not None and best.to_greedy.mean == 0.5

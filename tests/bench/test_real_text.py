@@ -107,7 +107,8 @@ def test_a_study_goes_on_from_what_is_published(
     assert bench("--publish") == 0
     assert "coder-1.5b+coder-0.5b" in bench.started and "coder-1.5b" in bench.started
     rows = bench.rows()
-    tree, ours = rows["SGLang tree 8 / 8 / 72"], rows["exact N=8 K=8"]
+    tree = rows["SGLang tree 8 / 8 / 72"]
+    ours = rows["exact N=8 K=8"]
     assert tree.tokens_per_pass.mean == pytest.approx(14 * 48 / (12 * 48 + 2 * 24), rel=1e-5)
     assert (tree.maths, tree.chat, ours.maths) == (2, 1, 4)
     # Pass by pass on the same prompts twice as many, so that nothing is uncertain.

@@ -49,7 +49,8 @@ def test_rates_are_weighted_by_rounds_and_plain_decoding_makes_one_token_a_pass(
 )
 def test_a_published_table_is_made_of_the_published_numbers(study: Any) -> None:
     """Behind a note, which says how they were measured then."""
-    report, folder = study.report, PUBLISHED / study.name
+    report = study.report
+    folder = PUBLISHED / study.name
     parts = (folder / f"{study.name}.md").read_text().split("\n\n")[1:]
     there = "\n\n".join(one for one in parts if "by its evidence" not in one)  # in no column yet
     assert there == report.markdown(report.read(folder), "").removeprefix("\n\n")

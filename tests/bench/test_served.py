@@ -30,7 +30,9 @@ class Server:
     """Answers all requests of a server at one speed, fixed ones of N = 1 at twice the time."""
 
     def __init__(self, name: str, asked: list[tuple[str, Work]], noise: Iterator[float]) -> None:
-        self.name, self.asked, self.noise = name, asked, noise
+        self.name = name
+        self.asked = asked
+        self.noise = noise
 
     def internal_state(self) -> dict[str, Any]:
         return {"smc": {"settings": {}}}
@@ -39,7 +41,8 @@ class Server:
         self.asked.append((self.name, work))
         smc = work.params[0].get("custom_params", {}).get("smc", {})
         slower = (2 if smc.get("num_particles") == 1 else 1) * next(self.noise)
-        size, seconds = len(work.prompts), SECONDS[self.name] * TOKENS * slower
+        size = len(work.prompts)
+        seconds = SECONDS[self.name] * TOKENS * slower
         info = {"completion_tokens": TOKENS, "spec_verify_ct": 3}
         return TimedBatch([seconds / 9] * size, [seconds] * size, [info] * size)
 
@@ -83,7 +86,8 @@ def steady() -> Iterator[float]:
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     found = Bench(speed.main, tmp_path / "out", ("--preset", "served"))
-    found.noise, found.launches = steady(), []
+    found.noise = steady()
+    found.launches = []
     monkeypatch.setattr(served, "running", found.running)
     monkeypatch.setattr(served, "PAIRS", (PAIR,))
     monkeypatch.setattr(study, "PUBLISHED", tmp_path / "published")

@@ -114,7 +114,8 @@ def test_every_cell_is_measured_in_turns_with_plain_decoding(bench: Bench, tmp_p
 def test_fixed_sizes_of_a_grid_share_an_engine(bench: Bench) -> None:
     """Their requests choose N; the adaptive server is another one."""
     assert bench("--preset", "cpu-experts", "--batch", "4", "--repeats", "1") == 0
-    fixed, adaptive = "smc-exact-n8-k4", "smc-exact-adaptive-n8-k4"
+    fixed = "smc-exact-n8-k4"
+    adaptive = "smc-exact-adaptive-n8-k4"
     assert bench.started == [f"{fixed}-beside", fixed, f"{adaptive}-beside", adaptive]
     smc = [(slug, w.params[0].get("custom_params")) for slug, w in bench.counted() if slug != "ar"]
     chosen = [(fixed, {"smc": {"num_particles": n}}) for n in (8, 1, 2, 4)]
@@ -213,7 +214,8 @@ def test_intervals_by_hand() -> None:
 
 
 def test_a_ratio_of_independent_measurements_is_welchs() -> None:
-    ours, theirs = [1.0, 2.0, 3.0], [1.0, 5.0]
+    ours = [1.0, 2.0, 3.0]
+    theirs = [1.0, 5.0]
     told = ttest_ind(ours, theirs, equal_var=False).confidence_interval()
     found = speed_ratio(ours, theirs)
     assert found == pytest.approx((math.exp(-1), math.exp(told.low), math.exp(told.high), 2))
@@ -246,7 +248,8 @@ def test_speeds_are_of_all_requests_but_for_prompts(
     rows: dict[str, CellRow],
 ) -> None:
     row = rows["smc-block-n8-k8-b8-p256"]
-    tokens, decoding = ANY_CPU.new_tokens, [95 * SMC_SECONDS * slower for slower in NOISE]
+    tokens = ANY_CPU.new_tokens
+    decoding = [95 * SMC_SECONDS * slower for slower in NOISE]
     expected = sum(8 * 95 / seconds for seconds in decoding) / 3
     assert mean(row.decode_tokens_per_second) == pytest.approx(expected)
     expected = sum(8 * tokens / (FIRST + seconds) for seconds in decoding) / 3

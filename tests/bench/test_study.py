@@ -142,7 +142,8 @@ def test_other_settings_of_any_kind_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["kernels/a.py", "sglang_smc/round/deep/a.py"])
 def test_changed_code_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     monkeypatch.setattr(study, "REPOSITORY", tmp_path)
-    path, seen = tmp_path / place, []
+    path = tmp_path / place
+    seen = []
     path.parent.mkdir(parents=True)
     for name, text in (("a.py", "x = 1\n"), ("a.py", "x = 2\n"), ("more.py", "")):
         path.with_name(name).write_text(text)

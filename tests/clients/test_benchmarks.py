@@ -38,7 +38,8 @@ def test_serving(server: Server, tmp_path: Path, backend: str) -> None:
 
 
 def test_one_batch_server(server: Server, tmp_path: Path) -> None:
-    report, prompt = tmp_path / "batches.jsonl", tmp_path / "prompt.txt"
+    report = tmp_path / "batches.jsonl"
+    prompt = tmp_path / "prompt.txt"
     # SGLang's own --apply-chat-template sends the keys of transformers' answer as token ids.
     prompt.write_text(f"<|user|>{held_out(1).question}<|assistant|>")
     client(

@@ -54,7 +54,9 @@ BOTH: list[Call] = [("forecast", ARGUMENTS)] * 2
 
 def parts_of(choices: list[Any]) -> tuple[list[str], list[str], list[Call], set[str]]:
     """Reasoning, content, calls, and why they end, of a message or of a stream's chunks."""
-    reasoning, content, calls = "", "", {}
+    reasoning = ""
+    content = ""
+    calls = {}
     for choice in choices:
         part = choice.delta if hasattr(choice, "delta") else choice.message
         reasoning += getattr(part, "reasoning_content", None) or ""

@@ -203,13 +203,15 @@ def found_in(folder: Path, sglang: Files, project: Files, known: bool = False) -
     write(folder / "known" / "sglang", {"__init__.py": "", **NEWER})
     write(folder / "project", project)
     of = release.families(release.version_of(folder / "release"), folder / "project")
-    sources, may_keep = ours.sources(of, folder / "project"), ("sglang.srt.backends.",)
+    sources = ours.sources(of, folder / "project")
+    may_keep = ("sglang.srt.backends.",)
     asked = Asked(tuple(read(RELIED)), sources, *JUDGED, may_keep)
     return findings(Tree(folder / "release"), asked, Tree(folder / "known") if known else None)
 
 
 PARALLEL = "srt/fields/parallel.py"
-POOL, ME = "srt/pool.py", "sglang_smc/upstream.py"
+POOL = "srt/pool.py"
+ME = "sglang_smc/upstream.py"
 
 # What breaks: a file, what of it becomes what, and what is then said where. Of a file of the
 # project that is asked of the older release, and of the newer; None: nothing.

@@ -43,7 +43,8 @@ def methods_of(module: ast.Module) -> Iterator[str]:
 
 def run_tests() -> set[str]:
     """What our classes inherit from kits and have not switched off, and the kits of functions."""
-    tree, of = Tree(KITS.parents[2]), frozenset({"NEWER", "NEWEST"})
+    tree = Tree(KITS.parents[2])
+    of = frozenset({"NEWER", "NEWEST"})
     sources = [ours.read(name, (release.ROOT / name).read_text(), of) for name in MODULES]
     found = {name for name in kit_tests() if any(name in source.imported for source in sources)}
     for heir in ours.heirs(sources):
@@ -59,7 +60,8 @@ def run_tests() -> set[str]:
 
 def test_every_kit_test_runs_or_is_listed_with_a_reason() -> None:
     """A class in the list stands for all of its tests, a kit for all of its classes."""
-    listed, known = set(), kit_tests()
+    listed = set()
+    known = kit_tests()
     for reason, names in tomllib.loads(LEFT_OUT.read_text()).items():
         assert reason
         for name in names:

@@ -32,7 +32,8 @@ from sglang_smc.options.server import (
 from sglang_smc.server import algorithm, arguments
 from sglang_smc.server.requirements import REQUIREMENTS, unmet
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 
 #: Of each setting what is allowed, in words, values outside and values at the limits.
 RANGES: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
@@ -146,7 +147,8 @@ def test_what_smc_cannot_honour_is_refused() -> None:
 
 
 def test_requirement_is_an_option_where_sglang_has_the_field() -> None:
-    flags, taken = {r.field: f"--{r.field.replace('_', '-')}" for r in REQUIREMENTS}, options()
+    flags = {r.field: f"--{r.field.replace('_', '-')}" for r in REQUIREMENTS}
+    taken = options()
     known = {name for name, flag in flags.items() if flag in taken}
     assert known == flags.keys() & set(field_names())
 
@@ -183,7 +185,8 @@ def test_a_storage_is_of_files_and_keeps_kv_of_both_models() -> None:
 
 @pytest.mark.skipif(not upstream.IS_NEWEST, reason="no storage holds KV of both models")
 def test_a_storage_is_named_by_all_that_its_kv_depends_on(tiny: Callable[..., str]) -> None:
-    target, draft = tiny(seed=1), tiny(seed=2)
+    target = tiny(seed=1)
+    draft = tiny(seed=2)
     given = ENGINE_DEFAULTS | smc_arguments(target, draft)
 
     def name(**changed: Any) -> str:
@@ -247,7 +250,8 @@ def test_flags_of_ngram_matches_act_with_these_and_are_refused_without(smc: dict
     given = {f"speculative_ngram_{name}": value for name, (value, _, _) in NGRAM.items()}
     resolve(**{**smc, **MATCHES, **given})
     for name, (value, bad, allowed) in NGRAM.items():
-        flag, field = f"--speculative-ngram-{name.replace('_', '-')}", f"speculative_ngram_{name}"
+        flag = f"--speculative-ngram-{name.replace('_', '-')}"
+        field = f"speculative_ngram_{name}"
         if value:
             with pytest.raises(
                 ValueError, match=f"{flag} is {value!r}; allowed.*without --.*ngram-matches"
@@ -492,7 +496,8 @@ def test_a_target_with_states_runs_without_the_radix_cache(
 ) -> None:
     """At defaults, too, where SGLang itself ends in an assertion that names no flag."""
     saved(tmp_path, **RECURRENT)
-    target, free = {"model_path": str(tmp_path)}, {"disable_radix_cache": True}
+    target = {"model_path": str(tmp_path)}
+    free = {"disable_radix_cache": True}
     without = r"linear attention[;,]? .* Pass --disable-radix-cache[.,]"
     with pytest.raises(ValueError, match=without):
         resolve(**smc | target)

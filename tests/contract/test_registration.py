@@ -264,7 +264,8 @@ def test_hook_on_what_another_plugin_has_hooked(monkeypatch: pytest.MonkeyPatch)
     """Ours come later than those that SGLang applies when it loads plugins."""
     monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
     monkeypatch.setattr(HookRegistry, "_patched", set())
-    source, user = ModuleType("hooked"), ModuleType("user")
+    source = ModuleType("hooked")
+    user = ModuleType("user")
     source.f = user.f = lambda: ["f"]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "hooked", source)
     monkeypatch.setitem(sys.modules, "user", user)

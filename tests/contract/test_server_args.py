@@ -116,7 +116,8 @@ def test_settings_are_resolved_and_users_win(smc: dict, given: dict, resolved: t
     expected = DEFAULTS | {"speculative_smc_round_graph": "off"}  # there is no GPU
     assert ours(args) == {name: expected[name] for name in FLAG_FIELDS}
     args = upstream.resolved(args)
-    steps, width = args.speculative_num_steps, args.speculative_num_draft_tokens
+    steps = args.speculative_num_steps
+    width = args.speculative_num_draft_tokens
     assert (steps, width, args.max_running_requests) == resolved
     assert args.speculative_eagle_topk == 1 and args.disable_overlap_schedule
 
@@ -225,7 +226,8 @@ def test_flag_without_smc_is_refused(model_path: str) -> None:
 
 def test_server_without_smc_is_as_stock_makes_it(model_path: str) -> None:
     keywords = {"model_path": model_path, "random_seed": 0, "port": 30000, "nccl_port": 30001}
-    hooked, stock = ServerArgs(**keywords), stock_args(**keywords)
+    hooked = ServerArgs(**keywords)
+    stock = stock_args(**keywords)
     assert set(ours(hooked).values()) == {None}
     given = {name: getattr(stock, name) for name in field_names(type(stock))}
     without = {name: getattr(hooked, name) for name in given.keys() - set(FLAG_FIELDS)}

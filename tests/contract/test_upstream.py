@@ -71,9 +71,12 @@ def test_break_is_found(
 ) -> None:
     for which, (name, sglang) in enumerate(planted.RELEASES.items()):
         if isinstance(expected, str):
-            wanted, project, sglang = expected, PROJECT, broken(sglang, file, old, new)
+            wanted = expected
+            project = PROJECT
+            sglang = broken(sglang, file, old, new)
         else:
-            wanted, project = expected[which], broken(PROJECT, file, old, new)
+            wanted = expected[which]
+            project = broken(PROJECT, file, old, new)
         found = found_in(tmp_path / name, sglang, project)
         said = [finding.what for finding in found if finding.group == group]
         assert any(wanted in what for what in said) if wanted else found == [], found

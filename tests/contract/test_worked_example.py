@@ -30,7 +30,8 @@ NUMBERS = set(re.findall(r"\d+\.\d+|\d+", EXAMPLE))
 VERIFICATION = PAGE.partition("\n### Verification: exact and auto\n")[2].partition("\n## ")[0]
 P = torch.tensor([[0.25, 0.8, 0.2], [0.4, 0.5, 0.35]], dtype=torch.float64)
 Q = torch.tensor([[0.5, 0.8, 0.5], [0.2, 0.5, 0.5]], dtype=torch.float64)
-THRESHOLD, KEEP_ALL = 0.75, 0.5
+THRESHOLD = 0.75
+KEEP_ALL = 0.5
 TEXTS = [["Paris", "in", "spring"], ["Rome", "for", "Easter"]]
 
 
@@ -87,7 +88,8 @@ def systematic(shares: torch.Tensor, own: torch.Tensor) -> list[int]:
 def test_the_decision() -> None:
     found = decide(P, KEEP_ALL)
     weights = found.weighed
-    ess, shares = effective_sample_size(weights), normalized(weights)[0]
+    ess = effective_sample_size(weights)
+    shares = normalized(weights)[0]
     assert found.num_columns.tolist() == [3]
     assert found.resampled.tolist() == [True]
     assert {f"{ess.item():.2f}", f"{THRESHOLD * 2:g}"} <= NUMBERS
@@ -118,12 +120,15 @@ def test_the_bonus() -> None:
 
 def test_verification() -> None:
     """The table of two chains of one token."""
-    p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
+    p = torch.tensor([0.5, 0.5])
+    q = torch.tensor([0.25, 0.75])
     drafts = torch.cartesian_prod(*[torch.arange(2)] * 2)  # [G, N]
     tree = verification.grow(drafts.unsqueeze(2), torch.ones_like(drafts))
     law_p, law_q = (TokenDistribution.of_log_probs(x.log().repeat(16, 1)) for x in (p, q))
     layers = verification.descend(tree, law_p, [law_q.at(slice(8))])
-    shares, stops = layers.shares[1], verification.exits(layers)[:, 0, 0]  # [G, N], [G]
+    # [G, N], [G]
+    shares = layers.shares[1]
+    stops = verification.exits(layers)[:, 0, 0]
     for line in (
         f"| a, a | 0.0625 | {shares[0, 0]:.2f} | | {stops[0]:.2f} |",
         f"| a, b | 0.375 | {shares[1, 0]:.2f} | {shares[1, 1]:.2f} | {stops[1]:.2f} |",

@@ -31,7 +31,10 @@ from sglang.test.kits import pd_parity_kit
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-VOCAB, EOS, NEAR, NUM_STEPS = 64, 1, 2e-4, 3
+VOCAB = 64
+EOS = 1
+NEAR = 2e-4
+NUM_STEPS = 3
 MODES = ("exact", "smc", "auto")
 EDITS: list[dict[str, Any]] = [
     {},
@@ -80,7 +83,8 @@ def path(tiny: Callable[..., str]) -> str:
 def pair(
     schedule: dict[str, str], path: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    folder, port = tmp_path_factory.mktemp("pair"), free_port()
+    folder = tmp_path_factory.mktemp("pair")
+    port = free_port()
     path_of = str(Path(__file__).parent / "transfer"), os.environ.get("PYTHONPATH")
     found = {"PYTHONPATH": os.pathsep.join(filter(None, path_of))}
     shared: dict[str, Any] = {
@@ -126,7 +130,8 @@ def asked(index: int) -> dict[str, Any]:
 
 
 def test_texts_are_the_targets_and_drafts_are_kept(pair: Pair, path: str) -> None:
-    requests, target = [asked(index) for index in range(32)], Target(path, EOS)
+    requests = [asked(index) for index in range(32)]
+    target = Target(path, EOS)
     answers = pair.generate(requests)
     for request, answer in zip(requests, answers, strict=True):
         check(target, request, answer)
@@ -135,7 +140,9 @@ def test_texts_are_the_targets_and_drafts_are_kept(pair: Pair, path: str) -> Non
 
 def check(target: Target, request: dict[str, Any], answer: dict[str, Any]) -> None:
     """Compare a text's end, tokens, log-probabilities and rounds with the target's."""
-    output, info, params = answer["output_ids"], answer["meta_info"], request["sampling_params"]
+    output = answer["output_ids"]
+    info = answer["meta_info"]
+    params = request["sampling_params"]
     stops = info["finish_reason"]["type"] == "stop"
     assert stops or len(output) == params["max_new_tokens"]
     assert not stops or "stop" in params or output[-1] == EOS
@@ -183,7 +190,8 @@ def test_requests_end_where_they_are_aborted(pair: Pair) -> None:
 
 def test_new_weights_are_decoded_from(pair: Pair, path: str, tiny: Callable[..., str]) -> None:
     other = tiny(seed=2, vocab_size=VOCAB, scale=0.3)
-    target, requests = Target(other, EOS), [asked(index) for index in range(2, 10)]
+    target = Target(other, EOS)
+    requests = [asked(index) for index in range(2, 10)]
     pair.update(other)
     for request, answer in zip(requests, pair.generate(requests), strict=True):
         check(target, request, answer | {"meta_info": answer["meta_info"] | {"spec_smc_mode": ""}})
@@ -198,9 +206,12 @@ class Parity(pd_parity_kit.PDLogprobParityMixin, unittest.TestCase):
 
     def __init__(self, pair: Pair, router: Server, target: Target) -> None:
         super().__init__()
-        self.process_prefill, self.prefill_url = pair.prefill.process, pair.prefill.url
-        self.process_decode, self.decode_url = pair.decode.process, pair.decode.url
-        self.process_lb, self.lb_url = router.process, router.url
+        self.process_prefill = pair.prefill.process
+        self.prefill_url = pair.prefill.url
+        self.process_decode = pair.decode.process
+        self.decode_url = pair.decode.url
+        self.process_lb = router.process
+        self.lb_url = router.url
         self.parity_prompts = [[1 + i % (VOCAB - 1) for i in range(many)] for many in (3, 200)]
         self.target = target
 

@@ -320,7 +320,8 @@ def test_answers_are_those_of_rounds_over_transformers(
     answers = running.generate(input_ids=prompts, sampling_params=params, lora_path=names)
     # Rounding may move a key of 8 bits by a step.
     within = {"tolerance": 1e-4 if attention == "eager" else 3e-4}
-    compared, first = check(answers, expected, **within), answers
+    compared = check(answers, expected, **within)
+    first = answers
     # Next turns, behind what the cache keeps of the first; half of them are read anew, for scores.
     turns = zip(prompts, expected, strict=True)
     prompts = [[*prompt, *answer.output_ids, last] for prompt, answer in turns][: 2 * len(NEXT)]

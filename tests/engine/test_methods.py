@@ -41,11 +41,13 @@ def called(engine: Any) -> dict[str, Any]:
     for i, asked in enumerate(ITEMS):
         found[f"score {i}"] = astuple(engine.score(**asked))
         found[f"async_score {i}"] = astuple(wait(engine.async_score(**asked, **SOFTMAX)))
-    session, last = engine.open_session(capacity_of_str_len=1000), None
+    session = engine.open_session(capacity_of_str_len=1000)
+    last = None
     for i, turn in enumerate(PROMPTS):
         where = {"id": session, "rid": last}
         answer = engine.generate(input_ids=turn, sampling_params=GREEDY, session_params=where)
-        found[f"open_session {i}"], last = answer, answer["meta_info"]["id"]
+        found[f"open_session {i}"] = answer
+        last = answer["meta_info"]["id"]
     engine.close_session(session)
     found["close_session"] = refused(
         engine.generate, input_ids=PROMPTS[0], session_params={"id": session}
@@ -82,7 +84,8 @@ def test_methods_answer_as_without_speculation(
     engine: Callable[..., Any], tiny: Callable[..., str]
 ) -> None:
     """Red if one fails, lacks a field, or has another value in it."""
-    target, draft = tiny(seed=1, vocab_size=64), tiny(seed=2, vocab_size=64)
+    target = tiny(seed=1, vocab_size=64)
+    draft = tiny(seed=2, vocab_size=64)
     stock = called(engine(model_path=target, **INCREMENTAL))
     sizes = {"num_particles": 4, "max_lag": 16}
     smc = engine(**smc_arguments(target, draft, **sizes), **INCREMENTAL)

@@ -46,7 +46,8 @@ def one_by_one(asked: list[Asked]) -> list[tuple[list[int], dict[str, Any]]]:
 
 
 def compare(running: Any, own: CheckpointRounds, asked: list[Asked]) -> None:
-    answers, expected = [], []
+    answers = []
+    expected = []
     for prompt, sampling in one_by_one(asked):
         answers += running.generate(input_ids=[prompt], sampling_params=[sampling])
         expected += own.generate([prompt], [sampling])

@@ -24,7 +24,8 @@ from sglang_smc_tools.testing import check_potential
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
-TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
+TARGET = str(PAIR / "target")
+DRAFT = str(PAIR / "draft")
 SIZE = 250
 SAMPLING = {"temperature": 0.7, "max_new_tokens": 160}
 ROOM = {"max_total_tokens": 100_000, "max_running_requests": 32, "context_length": 1024}
@@ -61,7 +62,8 @@ def test_verified_chains_halve_the_variance_of_evidence(
 ) -> None:
     """Red where texts are resampled for being short, which had it no lower at power 2."""
     pair = engine(**smc_arguments(TARGET, DRAFT, num_particles=8, num_steps=8, **ROOM))
-    problems, seeds = 6, 24
+    problems = 6
+    seeds = 24
     ids = [prompt_ids(held_out(i)) for i in range(problems) for _ in range(seeds)]
     variances = {}
     for proposal in PROPOSALS:
@@ -96,7 +98,9 @@ def mistaken(answer: str) -> str:
     """A right answer, but for the operator of its first step, whose result is right again."""
 
     def other(found: re.Match[str]) -> str:
-        one, sign, two = int(found[1]), found[2], int(found[3])
+        one = int(found[1])
+        sign = found[2]
+        two = int(found[3])
         return f"{one}-{two}={abs(one - two)}" if sign == "+" else f"{one}+{two}={one + two}"
 
     return re.sub(r"(\d+)([-+x*/])(\d+)=\d+", other, answer, count=1)
@@ -146,7 +150,8 @@ def test_it_is_consistent(potential: Http, texts: list[Text]) -> None:
 def test_it_tells_right_from_wrong(potential: Http, texts: list[Text]) -> None:
     """Red where the checkpoint is not the one that was trained."""
     values = potential.complete(texts)
-    of_right, of_wrong = values[::4], values[2::4]
+    of_right = values[::4]
+    of_wrong = values[2::4]
     above = [one > other for one in of_right for other in of_wrong]
     assert sum(above) / len(above) > 0.8, "it is 0.94 of these"
 

@@ -47,7 +47,8 @@ def params(name: str, seed: int) -> dict[str, Any]:
 
 def record(engine: Any) -> dict[str, list[list[int]]]:
     """The tokens of each answer, by what was asked for; nearly all requests run at once."""
-    prompts, sampling = PROMPTS * len(ASKED), [params(*each) for each in REQUESTS]
+    prompts = PROMPTS * len(ASKED)
+    sampling = [params(*each) for each in REQUESTS]
     found = engine.generate(input_ids=prompts, sampling_params=sampling)
     texts: dict[str, list[list[int]]] = {name: [] for name in ASKED}
     for (name, _), answer in zip(REQUESTS, found, strict=True):

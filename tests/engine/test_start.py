@@ -11,7 +11,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 def test_a_draft_with_another_vocabulary_is_refused(tiny: Callable[..., str]) -> None:
     """Settings are refused earlier, by tests/contract/test_server_args.py."""
-    target, draft = tiny(vocab_size=64, seed=1), tiny(vocab_size=32, seed=2)
+    target = tiny(vocab_size=64, seed=1)
+    draft = tiny(vocab_size=32, seed=2)
     command = (
         f"{sys.executable} -m sglang.launch_server --model-path {target} "
         f"--speculative-algorithm SMC --speculative-draft-model-path {draft} "

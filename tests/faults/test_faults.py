@@ -25,7 +25,8 @@ from soak.dawdlers import KINDS, Dawdlers
 
 pytestmark = pytest.mark.engine
 
-TARGET, DRAFT = "The target model's logits", "The draft model's logits"
+TARGET = "The target model's logits"
+DRAFT = "The draft model's logits"
 HOT = 60.0  # the temperature at which rare tokens are drawn
 CHOICES: tuple[dict[str, Any], ...] = (
     {},
@@ -165,10 +166,12 @@ def test_slow_clients_hold_no_kv_and_nobody_up(server: FaultServer) -> None:
 
 async def leave(server: FaultServer, body: dict[str, Any], moment: str, way: str) -> None:
     """Abort or drop a stream at a moment."""
-    num, has_left = 0, False
+    num = 0
+    has_left = False
     async with contextlib.aclosing(server.chunks(body)) as chunks:
         async for chunk in chunks:
-            num, tokens = num + 1, chunk["meta_info"]["completion_tokens"]
+            num = num + 1
+            tokens = chunk["meta_info"]["completion_tokens"]
             if not has_left and MOMENTS[moment](num, tokens):
                 has_left = True
                 if way == "disconnect":

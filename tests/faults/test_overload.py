@@ -114,7 +114,8 @@ def refused(server: FaultServer) -> Iterator[tuple[Any, Any]]:
         if route == "/v1/messages":
             wanted = 503, {"type": "error", "error": HIDDEN}
         elif route == "/v1/responses":  # SGLang takes the error for one of its client
-            found, wanted = found["error"]["message"], (400, f"503: {FULL}")
+            found = found["error"]["message"]
+            wanted = (400, f"503: {FULL}")
         yield (route, status, found), (route, *wanted)
     for route in ("/v1/chat/completions", "/v1/completions"):
         body = ROUTES[route](model, None, n=2)

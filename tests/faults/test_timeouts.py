@@ -20,7 +20,8 @@ from tiny_models import smc_arguments
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 LIMITS = {"SGLANG_REQ_WAITING_TIMEOUT": "2", "SGLANG_REQ_RUNNING_TIMEOUT": "15"}
-WAITED, RAN = "Request waiting timeout reached.", "Request running timeout reached."
+WAITED = "Request waiting timeout reached."
+RAN = "Request running timeout reached."
 HELD = {
     "input_ids": [3],
     "sampling_params": {"max_new_tokens": 400, "ignore_eos": True},

@@ -50,7 +50,8 @@ def _rounds(sizes: Sizes, run: Callable[..., Any], *, is_all: bool) -> None:
     n_and_k = {"num_particles": sizes.particles, "num_steps": sizes.steps}
     config = SMCConfig(**n_and_k, max_lag=sizes.max_lag)
     logprobs = recorded_logprobs(sizes.vocab)
-    plain, every = shape_of_server(config), shape_of_any(config, None, logprobs)
+    plain = shape_of_server(config)
+    every = shape_of_any(config, None, logprobs)
     beside = every.needs - {Need.FILTERS, Need.GREEDY}
     between = (set(), {Need.FILTERS}) if is_all else ()
     kinds = (*between, {Need.FILTERS, Need.GREEDY})
@@ -100,7 +101,8 @@ def _attention(sizes: Sizes, *, is_all: bool) -> None:
             attend(sizes, Layer(sizes.draft), num_columns, is_late=True)
         for of in (sizes, many):
             attend(of, Layer(sizes.target), sizes.steps + 1, is_late=True)
-    draft, target = sizes.latent_draft, sizes.latent_target
+    draft = sizes.latent_draft
+    target = sizes.latent_target
     if sizes.dtype != torch.float32:  # which is refused
         of_draft = [(draft, 1), (draft, 2)] if is_all else [(draft, 2)]
         for latents, num_columns in (*of_draft, (target, sizes.steps + 1)):
@@ -135,10 +137,12 @@ def attend(sizes: Sizes, layer: Layer, num_columns: int, is_late: bool = False) 
 
 def _products(sizes: Sizes) -> None:
     """Of a layer of the draft, and of an EAGLE-3 head's."""
-    rows, (q, kv, dim) = sizes.groups * sizes.particles, sizes.draft
+    rows = sizes.groups * sizes.particles
+    q, kv, dim = sizes.draft
     if rows > MOST_SKINNY_ROWS or sizes.dtype.itemsize > 2:
         return
-    hidden, wide = q * dim, 4 * q * dim
+    hidden = q * dim
+    wide = 4 * q * dim
 
     def product(
         outputs: int,
@@ -169,10 +173,14 @@ def _products(sizes: Sizes) -> None:
 
 def _linear_attention(sizes: Sizes) -> None:
     """Of Qwen3.5-27B, with its states as SGLang has them."""
-    size, (k_heads, v_heads, dim) = sizes.groups * sizes.particles, (16, 48, 128)
+    size = sizes.groups * sizes.particles
+    k_heads = 16
+    v_heads = 48
+    dim = 128
     gates = torch.zeros(size, sizes.steps + 1, v_heads)
     wide = torch.zeros(*gates.shape[:2], (2 * k_heads + v_heads) * dim, dtype=sizes.dtype)
-    states, rows = torch.zeros(1, v_heads, dim, dim), gates[:, 0, 0].long()
+    states = torch.zeros(1, v_heads, dim, dim)
+    rows = gates[:, 0, 0].long()
     columns = RecurrenceInputs(wide, gates, gates)
     for dtype in (torch.float32, torch.bfloat16):
         gated_delta(states.to(dtype), rows, columns, rows, columns)

@@ -53,10 +53,12 @@ class Counter(Compiler):
         self.variants: list[Variant] = []
 
     def run(self, function: JITFunction, *args: Any, **options: Any) -> Any:
-        start, known = cpu_seconds(), len(self.seen)
+        start = cpu_seconds()
+        known = len(self.seen)
         kernel = super().run(function, *args, **options)
         if len(self.seen) > known:
-            seconds, name = cpu_seconds() - start, self.name_of(function)
+            seconds = cpu_seconds() - start
+            name = self.name_of(function)
             self.variants.append(Variant(name, seconds, len(kernel.asm["cubin"])))
         return kernel
 

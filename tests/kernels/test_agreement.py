@@ -21,7 +21,8 @@ def test_spread(c: Case, device: str) -> None:
     same_text = (family.unsqueeze(2) == family.unsqueeze(1)).to(device)
     uniforms = c.uniforms(*shape[::-1]).to(device).t()
     chains = c.whole(0, max(c.vocab_size, 1), *shape, 3).to(device)
-    tokens, before = chains[:, :, 1] if c.vocab_size else None, same_text.clone()
+    tokens = chains[:, :, 1] if c.vocab_size else None
+    before = same_text.clone()
     found = kernel.stratify(uniforms, same_text, tokens)
     for one, other in zip(found, randomness.stratify(uniforms, same_text, tokens), strict=True):
         assert torch.equal(one, other)

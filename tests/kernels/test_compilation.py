@@ -71,7 +71,8 @@ class Compiled(NamedTuple):
     kernels: list[dict[str, Any]]
 
 
-HERE, ELSEWHERE = "this Triton", "those of other supported releases"
+HERE = "this Triton"
+ELSEWHERE = "those of other supported releases"
 #: Bytes of stack a thread at all sizes, attention's too, by chip.
 SPILLED = {HERE: {86: 8, 89: 8, 100: 16, 120: 16}, ELSEWHERE: {80: 40, 90: 16, 100: 8, 120: 8}}
 ALL = pytest.mark.nightly
@@ -116,7 +117,8 @@ def test_kernels_compile_fit_and_run_side_by_side(capability: int, compiled: Com
         files = {kernel["kernel"].partition(".")[0] for kernel in found}
         sources = (ROOT / "kernels").rglob("*.py")
         assert files == {path.stem for path in sources if "@triton.jit" in path.read_text()}
-    on, most = GPUS[capability], CHIPS[capability].shared
+    on = GPUS[capability]
+    most = CHIPS[capability].shared
     spilled = SPILLED[compiled.of].get(capability, 0) * (compiled.asked == AT_ALL_SIZES)
     stack = max(MOST_STACK, spilled)
     assert [one for one in found if one["stack"] > stack or one["shared"] > most] == []

@@ -45,7 +45,8 @@ def make_layer(name: str = "llama", **sizes: Any) -> Any:
         own.qkv_proj.bias = torch.nn.Parameter(torch.randn(len(own.qkv_proj.weight)))
     own.q_norm = own.k_norm = norm(64, dtype=torch.float32)
     own.q_norm.forward = lambda x: 3 * x
-    own.head_dim, own.alt_stream = 64, None
+    own.head_dim = 64
+    own.alt_stream = None
     own.rotary_emb.forward = lambda positions, q, k: (q + positions.unsqueeze(1), k)
     own.attn.forward = attend
     layer.forward = lambda *_, **__: "SGLang's"
@@ -62,7 +63,8 @@ def by_hand(layer: Any, name: str, x: torch.Tensor, positions: Any, batch: Any) 
     def normed(rows: torch.Tensor, of: Any) -> torch.Tensor:
         return functional.rms_norm(rows, of.weight.shape, of.weight, of.variance_epsilon)
 
-    own, rows = layer.self_attn, normed(x, layer.input_layernorm)
+    own = layer.self_attn
+    rows = normed(x, layer.input_layernorm)
     if name == "eagle3":
         embeds = normed(x / 2, layer.input_layernorm)
         rows = torch.cat([embeds, normed(x, layer.hidden_norm)], dim=1)
@@ -106,10 +108,12 @@ def test_layers_compute_what_sglangs_do_and_follow_new_weights(name: str) -> Non
     layers = [make_layer(name) for _ in range(1 if name == "eagle3" else 2)]
     assert fuse_layers(torch.nn.ModuleList(layers), BACKEND, TORCH.skinny) == len(layers)
     generator = torch.Generator().manual_seed(0)
-    x, positions = torch.randn(5, 128, generator=generator), torch.arange(5)
+    x = torch.randn(5, 128, generator=generator)
+    positions = torch.arange(5)
     batch = SimpleNamespace(scale=0.5)
     for _ in range(2):
-        expected, found = x, x
+        expected = x
+        found = x
         for layer in layers:
             expected = by_hand(layer, name, expected, positions, batch)
             output = run(layer, name, found, positions, batch)
@@ -154,7 +158,9 @@ def test_products_in_8_bits_copy_no_weights(
 ) -> None:
     """Up to 256 rows are slices that the kernel takes; more are products of parts of the matrix."""
     monkeypatch.setattr(draft_layers, "_ROWS_AT_ONCE", 64)
-    generator, (outputs, inputs) = torch.Generator().manual_seed(num_rows), (640, 512)
+    generator = torch.Generator().manual_seed(num_rows)
+    outputs = 640
+    inputs = 512
     weight, x, bias = (
         torch.randn(shape, generator=generator).bfloat16()
         for shape in ((outputs, inputs), (num_rows, inputs), (outputs,))
@@ -213,7 +219,8 @@ OTHERS: dict[str, Callable[[Any], None]] = {
 def test_layers_with_other_parts_are_left_alone(name: str) -> None:
     """And with them all layers of the model, which hand on what they know."""
     layers = [make_layer(), make_layer()]
-    own, forward = layers[0].self_attn, layers[1].forward
+    own = layers[0].self_attn
+    forward = layers[1].forward
     OTHERS[name](layers[1])
     for part in (
         "qkv_proj",
@@ -258,13 +265,15 @@ def test_layers_are_fused_for_drafts_in_bfloat16_on_one_gpu_if_asked(
     runner = SimpleNamespace(device=given["device"], dtype=given["dtype"])
     worker: Any = SimpleNamespace(model_runner=runner)
     kernel: Any = lambda *_: None  # noqa: E731
-    ops, fused = TORCH._replace(kind=given["kind"], skinny=kernel), SMCConfig(draft_layers="fused")
+    ops = TORCH._replace(kind=given["kind"], skinny=kernel)
+    fused = SMCConfig(draft_layers="fused")
     assert parts.skinny_for(SMCConfig(), ops, worker) is None
     if said is None:
         assert parts.skinny_for(fused, ops, worker) is kernel
         replaced = ops._replace(skinny=TORCH.skinny)  # the kernel has failed its check
         assert parts.skinny_for(fused, replaced, worker) is None
-        said, worker = "no draft", None
+        said = "no draft"
+        worker = None
     with pytest.raises(ValueError, match=said):
         parts.skinny_for(fused, ops, worker)
     assert parts.skinny_for(SMCConfig(draft_layers="auto"), ops, worker) is None
@@ -275,7 +284,8 @@ def test_layers_are_fused_for_drafts_in_bfloat16_on_one_gpu_if_asked(
 
 def complete_head(**told: Any) -> Any:
     """A head of one layer, completed by what its configuration says."""
-    layer, head = make_layer("eagle3"), torch.nn.Module()
+    layer = make_layer("eagle3")
+    head = torch.nn.Module()
     del layer.forward
     head.model = torch.nn.Module()
     head.model.layers = torch.nn.ModuleList([layer])
@@ -292,7 +302,8 @@ def test_a_residual_is_what_is_normalized() -> None:
     layer.self_attn.forward = lambda positions, hidden_states, forward_batch: hidden_states[:, ::2]
     layer.post_attention_layernorm.forward = lambda x, residual: (x, x + residual)
     layer.mlp.forward = lambda x: 0 * x
-    embeds, states = torch.randn(3, 128), torch.randn(3, 128)
+    embeds = torch.randn(3, 128)
+    states = torch.randn(3, 128)
     output, residual = layer(None, embeds, states, None, None)
     attended = torch.cat([embeds + 1, 10 * states], dim=1)[:, ::2]
     assert torch.equal(output + residual, attended + 10 * states)
@@ -303,8 +314,10 @@ def test_queries_and_keys_are_normalized_by_head() -> None:
     (layer,) = complete_head(use_qk_norm=True).model.layers
     assert fuse_layers(torch.nn.ModuleList([layer]), BACKEND, TORCH.skinny) == 0
     own = layer.self_attn
-    own.q_norm.forward, own.k_norm.forward = (lambda x: 3 * x), (lambda x: 5 * x)
-    rows, positions = torch.randn(4, 256), torch.arange(4)
+    own.q_norm.forward = lambda x: 3 * x
+    own.k_norm.forward = lambda x: 5 * x
+    rows = torch.randn(4, 256)
+    positions = torch.arange(4)
     found = own.forward_prepare_native(positions, rows)
     q, k, v = own.qkv_proj(rows)[0].split([own.q_size, own.kv_size, own.kv_size], dim=-1)
     expected = 3 * q + positions.unsqueeze(1), 5 * k, v

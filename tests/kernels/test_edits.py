@@ -27,7 +27,8 @@ def edits_of(names: list[str], num_particles: int, max_tail: int, vocab: int, se
     Positions lie around the least length. Wide rows of the tables say something of requests that
     asked for nothing, too.
     """
-    c, size = Case(seed=seed), len(names)
+    c = Case(seed=seed)
+    size = len(names)
     rows = torch.randperm(NUM_ROWS - 1, generator=c.generator)[:size] + 1
     flags = torch.tensor([EDITED[name] for name in names])
     counts = c.whole(0, 4, NUM_ROWS, vocab).int()

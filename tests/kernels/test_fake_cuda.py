@@ -33,7 +33,8 @@ GREEDY = {"needs": {Need.TREES}, "without": {Need.VERIFIES}}
 EDITS = {"needs": {Need.EDITS}}
 SHOWN = EDITS | {"logprobs": recorded_logprobs(VOCAB_SIZE)}
 SHOWN_FILTERED = SHOWN | {"needs": {Need.EDITS, Need.FILTERS}}
-EXACT, AUTO = SMCConfig(mode="exact"), SMCConfig(mode="auto")
+EXACT = SMCConfig(mode="exact")
+AUTO = SMCConfig(mode="auto")
 POWERS, POWERS_OF_EXACT = (
     Kinds.of(config, recorded_logprobs(VOCAB_SIZE)).powers._asdict()
     for config in (SMCConfig(), EXACT)
@@ -160,7 +161,8 @@ def test_attention_of_many_requests_has_no_partial_results(
         context = AttentionContext(table, table, locations, rows)
         with account:
             particle_attention(query, cache, cache, context, max_prefix=8192, scaling=0.1)
-    parts, joins = account.peak - 2 * query.nbytes, account.calls.count("_join_spans")
+    parts = account.peak - 2 * query.nbytes
+    joins = account.calls.count("_join_spans")
     assert parts == joins == 0 if size == 8 else parts > 4 * query.nbytes and joins == 1
 
 

@@ -11,13 +11,16 @@ from sglang_smc.kernels.attention import gated_delta as kernel
 from sglang_smc.models.gated_delta import RecurrenceInputs, columns_of, gated_delta, scan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HEADS, DIM, LENGTH = (2, 4), 8, 11
+HEADS = (2, 4)
+DIM = 8
+LENGTH = 11
 
 
 def columns(
     shape: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype
 ) -> RecurrenceInputs:
-    (k_heads, v_heads), (key_dim, value_dim) = heads, dims
+    k_heads, v_heads = heads
+    key_dim, value_dim = dims
     return RecurrenceInputs(
         torch.randn(*shape, 2 * k_heads * key_dim + v_heads * value_dim).to(DEVICE, dtype),
         -torch.rand(*shape, v_heads, device=DEVICE),
@@ -50,7 +53,8 @@ def test_rolling_and_reading_is_reading_in_one_go() -> None:
     torch.manual_seed(0)
     sizes = HEADS, (DIM, DIM), torch.float32
     states = torch.randn(5, HEADS[1], DIM, DIM, device=DEVICE)
-    past, new = columns((4, 3), *sizes), columns((4, 2), *sizes)
+    past = columns((4, 3), *sizes)
+    new = columns((4, 2), *sizes)
     source, num_past = torch.tensor([[4, 1, 1, 0], [0, 1, 2, 3]], device=DEVICE)
     for part in past:  # left by another request
         part[torch.arange(3, device=DEVICE) >= num_past.unsqueeze(1)] = torch.nan

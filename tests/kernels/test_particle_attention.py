@@ -210,10 +210,14 @@ def late(case: Case, unread: bool) -> tuple[Case, dict[str, Any]]:
     last = case.req_to_token[case.rows, case.committed - 1].view(-1, 1, 1)
     slots = torch.where(in_prefix, last.where(alone, 0), slots)
     slots = slots.where(case.present.unsqueeze(2), 0).flatten().long()
-    places, query, is_new = position.flatten(), case.query.flatten(0, 2), slots > 0
+    places = position.flatten()
+    query = case.query.flatten(0, 2)
+    is_new = slots > 0
     key, value = (cache[slots].clone() for cache in (case.keys, case.values))
     turned, turned_key = rotated(places, query, key)
-    keys, values, kept = case.keys.clone(), case.values.clone(), case.keys.clone()
+    keys = case.keys.clone()
+    values = case.values.clone()
+    kept = case.keys.clone()
     kept[slots[is_new]] = turned_key[is_new]
     keys[slots] = values[slots] = float("nan")
     key[~is_new] = value[~is_new] = float("nan")
@@ -287,7 +291,8 @@ def test_programs_that_walk_join_spans_of_long_prefixes(
 ) -> None:
     """Of one request alone: red where another stores more than its output, or counts it."""
     case = make_case(committed, [[3, None], [0, 7]], num_columns=5, **layer)
-    cut_work, arrivals = plain.cut_work, new_arrivals()
+    cut_work = plain.cut_work
+    arrivals = new_arrivals()
     walking = {"tail_spans": 0, "prefix_spans": 3}
     monkeypatch.setattr(plain, "cut_work", lambda *a: cut_work(*a)._replace(**walking))
     for _ in range(2):
@@ -304,7 +309,8 @@ def test_a_shared_prompt_is_loaded_from_memory_once(
     case.req_to_token[case.rows, :70] = case.req_to_token[case.rows[0], :70].clone()
     chip = work.Chip(multiprocessors=4, shared=work.H100.shared)
     monkeypatch.setattr(work, "chip_of", lambda _: chip)
-    builder, loads = interpreter.interpreter_builder, []
+    builder = interpreter.interpreter_builder
+    loads = []
     caches = [(one.data_ptr(), one.data_ptr() + one.nbytes) for one in (case.keys, case.values)]
     load = builder.create_masked_load
 
@@ -461,7 +467,8 @@ def test_arguments_may_be_views(name: str) -> None:
 )
 def test_a_layer_takes_two_launches(monkeypatch: pytest.MonkeyPatch, layer: dict[str, Any]) -> None:
     """Queries stand beside keys and values, too."""
-    attend, joined = mock.MagicMock(), mock.MagicMock()
+    attend = mock.MagicMock()
+    joined = mock.MagicMock()
     monkeypatch.setattr(plain, "_attend_spans", attend)
     monkeypatch.setattr(latent, "_attend_latents", attend)
     monkeypatch.setattr(latent, "check_sizes", lambda *_: None)
@@ -484,7 +491,8 @@ def layer_over(
     case: Case, implementation: Any, **needs: Any
 ) -> tuple[ParticleAttention, Callable[..., torch.Tensor]]:
     """The backend of a model with a case's keys in its pool, and a pass through a layer of it."""
-    c, (heads, width) = on_device(case), case.query.shape[3:]
+    c = on_device(case)
+    heads, width = case.query.shape[3:]
     keys = c.keys.clone()
 
     def write(layer: Any, slots: torch.Tensor, new: torch.Tensor, _: torch.Tensor) -> None:
@@ -497,7 +505,8 @@ def layer_over(
         layer = RadixAttention(heads, width, SCALING, c.keys.shape[1], 0, **kind)
         layer.v_head_dim = c.rank or width
         value = None if key is None else key[..., : c.rank]
-        query, batch = c.query.flatten(0, 2), SimpleNamespace(out_cache_loc=slots)
+        query = c.query.flatten(0, 2)
+        batch = SimpleNamespace(out_cache_loc=slots)
         query = query if c.rank else query.flatten(1)
         saves = {"save_kv_cache": key is not None}
         output = backend.forward_extend(query, key, value, layer, batch, **saves)  # type: ignore[arg-type]
@@ -512,7 +521,8 @@ def test_layers_of_one_pass_see_what_each_asks_for(implementation: Any) -> None:
     case = make_case([1, 70], [[0, 4], [-1, None]], num_columns=5, first_key=1)
     _, run = layer_over(case, implementation, first_key=1, blocks=True)
     blocks = case._replace(sees_block=True), {"attn_type": AttentionType.ENCODER_ONLY}
-    causal, windowed = (case, {}), (case._replace(window=20), {"sliding_window_size": 20})
+    causal = (case, {})
+    windowed = (case._replace(window=20), {"sliding_window_size": 20})
     for expected, kind in (blocks, causal, windowed, blocks):
         expected.assert_close(run(**kind))
     case = case_of("latents, no key at the first")
@@ -531,12 +541,15 @@ def test_a_layer_leaves_its_rotation_to_attention_over_particles() -> None:
     """In passes of its own, which attend; red where another pass gets queries not rotated."""
     case = case_of("float16")
     ready, given = late(case, unread=False)
-    keys, values, new = given["keys"], given["values"], given["new"]
+    keys = given["keys"]
+    values = given["values"]
+    new = given["new"]
     pool = {"get_key_buffer": lambda _: keys, "get_kv_buffer": lambda _: (keys, values)}
     own, other = (backend_of(on_device(case), "triton", pool) for _ in range(2))
     layers = [of_class(LlamaAttention, ROTARY[64]) for _ in range(2)]
     leave_rotations(layers[0], own)
-    query, key = arguments_of(case)["query"].flatten(0, 2).flatten(1), new.key.flatten(1)
+    query = arguments_of(case)["query"].flatten(0, 2).flatten(1)
+    key = new.key.flatten(1)
     for attention, nth, is_own in ((own, 1, True), (other, 0, True), (own, 0, False)):
         own.rotates_pass = is_own
         with forward_context(ForwardContext(attn_backend=attention)):

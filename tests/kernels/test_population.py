@@ -56,11 +56,14 @@ def parts(found: Any) -> Any:
 )
 def test_a_round(c: Case, device: str, kernels: Ops) -> None:
     """Red where a kernel reads another particle, another row or a place behind an end."""
-    size, num_particles, width = c.num_groups, c.num_particles, c.width
+    size = c.num_groups
+    num_particles = c.num_particles
+    width = c.width
     shape = size, num_particles
     table = drawn_population(c, size + 2, num_particles + 1, width + 3, width - 3)
     table = table._replace(logprobs=None)
-    own, rows = drawn_population(c, *shape, width, width - 3), torch.arange(size).flip(0) + 1
+    own = drawn_population(c, *shape, width, width - 3)
+    rows = torch.arange(size).flip(0) + 1
 
     def call(kind: type[Population], name: str, population: Population, *given: Any) -> Any:
         population = kind._make(population)
@@ -74,7 +77,8 @@ def test_a_round(c: Case, device: str, kernels: Ops) -> None:
 
     same("gather", rows, num_particles, width, of=table)
     same("store", table, rows, c.whole(0, width, size))
-    ends, groups = c.flags(0.2, *shape, c.num_steps), c.uniforms(size)
+    ends = c.flags(0.2, *shape, c.num_steps)
+    groups = c.uniforms(size)
     decision = Decision(
         groups,
         num_kept=c.whole(0, c.num_steps + 1, *shape),
@@ -91,7 +95,8 @@ def test_a_round(c: Case, device: str, kernels: Ops) -> None:
     same("extend", c.whole(0, 9, *shape, c.num_steps), ends, decision)
     failure = (c.whole(0, 3, size) - 1).clamp_min(0)
     same("append_bonus", c.whole(0, 9, *shape), ends[:, :, 0], failure)
-    seeds, lag = c.whole(-(2**40), 2**40, size), c.whole(0, width, size)
+    seeds = c.whole(-(2**40), 2**40, size)
+    lag = c.whole(0, width, size)
     flags = c.flags(0.7, size), c.flags(0.3, size)
     same("narrow", seeds, lag, *flags)
     almost_equal = own.log_weights * 1e-7  # the dead stay dead

@@ -108,7 +108,8 @@ def test_what_is_kept(c: Case, device: str) -> None:
     log_p[..., :-1] += log_q
     log_p[c.flags(0.1, *log_p.shape)] = -torch.inf
     log_p[c.flags(0.02, *log_p.shape)] = math.nan
-    num_steps, present = c.whole(1, max_steps + 1, size), c.first_of(size, num_chains)
+    num_steps = c.whole(1, max_steps + 1, size)
+    present = c.first_of(size, num_chains)
     ends = c.flags(0.15, *shape)
     within = torch.arange(max_steps) < num_steps.view(-1, 1, 1)
     up_to_end = (ends.cumsum(2) == ends) & within & present.unsqueeze(2)

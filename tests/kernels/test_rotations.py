@@ -68,7 +68,8 @@ def fill(own: Any) -> None:
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 8)
     own.q_norm = own.k_norm = norm(64, dtype=HALF)
     own.q_norm.forward = lambda heads: heads / 2
-    own.head_dim, own.alt_stream = 64, None
+    own.head_dim = 64
+    own.alt_stream = None
 
 
 def run_layer(own: Any, positions: torch.Tensor, hidden: torch.Tensor, batch: Any) -> torch.Tensor:

@@ -81,7 +81,8 @@ def test_kernels_change_no_token(name: str, device: str, kernels: Ops) -> None:
 
 def test_all_kernels_pass(kernels: Ops, device: str) -> None:
     """On a GPU at a server's sizes, in the interpreter at small ones."""
-    few, dtype = device == "cpu", torch.float32 if device == "cpu" else torch.bfloat16
+    few = device == "cpu"
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
     heads = Heads(4, 2, 16, dtype) if few else Heads(32, 8, 128, dtype)
     latent = Heads(2, 1, 24, dtype, 16) if few else Heads(16, 1, 576, dtype, 512)
     n_and_k = (2, 2) if few else (8, 8)

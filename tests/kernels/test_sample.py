@@ -32,7 +32,8 @@ def check_draws(uniforms: torch.Tensor, *of: Any) -> None:
 
     every = by_torch.log_probs().cpu()
     cumulative = torch.nn.functional.pad(every.double().exp().cumsum(1), (1, 0))  # [D, V + 1]
-    cumulative, u = cumulative / cumulative[:, -1:], uniforms.cpu()
+    cumulative = cumulative / cumulative[:, -1:]
+    u = uniforms.cpu()
 
     def margin(tokens: torch.Tensor) -> torch.Tensor:
         """How far each uniform lies inside its token's share; below 0 outside."""
@@ -62,17 +63,20 @@ def noise(c: Case, size: int) -> torch.Tensor:
 def test_small_rows(c: Case, device: str) -> None:
     """Ties (spread 0, whole numbers), forbidden tokens and tiles, peaks; 4 tiles and more."""
     logits = c.logits(6, c.vocab_size, spread=c.spread, forbidden=c.forbidden).round()
-    logits, uniforms = logits.to(device, c.dtype), noise(c, 6).to(device)
+    logits = logits.to(device, c.dtype)
+    uniforms = noise(c, 6).to(device)
 
     def of_groups(*values: float) -> torch.Tensor:
         return torch.tensor(values)[: c.num_groups].to(device)
 
     temperature = of_groups(0.01, 0.3, 0.7, 1.0, 1.7, 50.0)
-    greedy, kept = None, None
+    greedy = None
+    kept = None
     if c.kind in ("greedy", "both"):
         greedy = of_groups(True, False, False, True, False, True)
     if c.kind in ("filtered", "both"):
-        top_k, top_p = of_groups(40, 9, 1 << 30, 1, 12, 2), of_groups(0.9, 0.99, 0.5, 1, 1, 0.7)
+        top_k = of_groups(40, 9, 1 << 30, 1, 12, 2)
+        top_p = of_groups(0.9, 0.99, 0.5, 1, 1, 0.7)
         kept = keep_tokens(logits, temperature, top_k, top_p, (1 - top_p) / 2)
     with mock.patch.object(kernel, "_TILE", 16):
         check_draws(uniforms, logits, temperature, None, None, greedy, kept)
@@ -94,7 +98,8 @@ def test_greedy_groups_take_the_first_of_the_largest_at_any_temperature(device: 
     logits[2] = -torch.inf
     logits[2, 4321] = -7.0
     logits[3, :100] = -1.0
-    logits, greedy = logits.to(device), torch.ones(4, dtype=torch.bool, device=device)
+    logits = logits.to(device)
+    greedy = torch.ones(4, dtype=torch.bool, device=device)
     temperature = torch.tensor([1e-30, 3.0, 1.0, 1e30], device=device)
     uniforms = noise(Case(seed=1), 4).to(device)
     for kind in KINDS:
@@ -129,7 +134,8 @@ def test_rows_without_law_give_token_0_and_nan_and_spoil_none(vocab_size: int, d
     broken = [1, 2, 4, 5, 7, 8, 10, 11]
     whole = [row for row in range(12) if row not in broken]
     temperature = torch.linspace(0.5, 2.0, 12).to(device)
-    uniforms, logits = noise(c, 12).to(device), logits.to(device)
+    uniforms = noise(c, 12).to(device)
+    logits = logits.to(device)
     greedy = (torch.arange(12) % 5 == 4).to(device)
     filters = torch.full((12,), 3, device=device), torch.full((12,), 0.8, device=device)
     kept = keep_tokens(logits, temperature, *filters, torch.zeros(12, device=device))
@@ -169,13 +175,15 @@ def test_rows_are_added_up_once_for_all_draws(device: str) -> None:
     logits = c.normal(6, 9000).to(device)
     temperature = torch.tensor([0.7, 1.5], device=device)
     rows = torch.tensor([2, 0, 2, 5, 3, 3], device=device)
-    uniforms, tokens = noise(c, 6).to(device), torch.arange(6, device=device)
+    uniforms = noise(c, 6).to(device)
+    tokens = torch.arange(6, device=device)
     greedy = torch.tensor([False, True], device=device)
     filters = (torch.full((2,), x, device=device) for x in (50, 0.9, 0.0))
     kept = keep_tokens(logits, temperature, *filters)
     for cuts in ((None, None), (greedy, None), (greedy, kept)):
         law = KernelDistribution(logits, temperature, None, None, *cuts)
-        summed, each = law.summed()._replace(rows=rows), law._replace(rows=rows)
+        summed = law.summed()._replace(rows=rows)
+        each = law._replace(rows=rows)
         found, expected = (
             (*law.sample(uniforms), law.score(tokens), law.log_probs(), law.log_sums())
             for law in (summed, each)

@@ -11,7 +11,8 @@ from sglang_smc.kernels.attention import work
 from sglang_smc.ops import TORCH
 from sglang_smc.smc.ops import Fused
 
-INPUTS, OUTPUTS = 192, 48
+INPUTS = 192
+OUTPUTS = 48
 Given = tuple[torch.Tensor, torch.Tensor, Fused]
 AROUND = {
     "plain": (),
@@ -36,12 +37,15 @@ def arguments(num_rows: int, around: tuple[str, ...], device: str) -> Given:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    height, width = OUTPUTS * (1 + ("gated" in around)), INPUTS * (1 + ("beside" in around))
+    height = OUTPUTS * (1 + ("gated" in around))
+    width = INPUTS * (1 + ("beside" in around))
     weight = normal(height, width) / width**0.5
-    x, found = normal(num_rows, INPUTS) * 3, {}
+    x = normal(num_rows, INPUTS) * 3
+    found = {}
     if "scale" in around:
         scale = weight.abs().amax(1).float() / 127
-        weight, found["scale"] = (weight / scale.unsqueeze(1)).round().to(torch.int8), scale
+        weight = (weight / scale.unsqueeze(1)).round().to(torch.int8)
+        found["scale"] = scale
     if "beside" in around:
         found |= {"beside": normal(num_rows, INPUTS), "beside_norm": normal(INPUTS)}
     shapes = {"norm": (INPUTS,), "bias": (OUTPUTS,), "residual": (num_rows, OUTPUTS)}
@@ -55,7 +59,8 @@ def arguments(num_rows: int, around: tuple[str, ...], device: str) -> Given:
 @pytest.mark.parametrize("name", AROUND)
 def test_products_equal_torchs(name: str, num_rows: int, device: str) -> None:
     given = arguments(num_rows, AROUND[name], device)
-    found, expected = kernel.skinny(*given), TORCH.skinny(*given)
+    found = kernel.skinny(*given)
+    expected = TORCH.skinny(*given)
     assert found.dtype == (given[2].dtype or given[0].dtype)
     tolerance = {torch.float32: 5e-3, torch.float16: 5e-3, torch.bfloat16: 4e-2}[found.dtype]
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
@@ -71,7 +76,8 @@ def test_the_reference_by_hand(name: str) -> None:
     normed = [x / (x.square().mean(1, keepdim=True) + 0.5).sqrt() * own for x, own in pairs]
     products = torch.cat(normed, dim=1) @ weight.double().T * fused.scale
     if fused.gated:
-        gate, up = products[:, :OUTPUTS], products[:, OUTPUTS:]
+        gate = products[:, :OUTPUTS]
+        up = products[:, OUTPUTS:]
         products = gate * gate.sigmoid() * up
     expected = products + fused.residual
     torch.testing.assert_close(TORCH.skinny(*given).double(), expected, atol=5e-3, rtol=5e-3)

@@ -23,7 +23,9 @@ Arguments = tuple[
 
 def drafts(c: Case) -> Arguments:
     """Chains of a draft near p that share many tokens; some tokens are forbidden."""
-    size, num_chains, num_steps = c.size, c.num_chains, c.num_steps
+    size = c.size
+    num_chains = c.num_chains
+    num_steps = c.num_steps
     p = c.normal(size, 1, num_steps + 1, c.vocab_size) * 2
     logits = torch.stack([p, p + c.normal(*p.shape) * c.spread])
     banned = c.flags(0.1, *logits.shape)
@@ -32,7 +34,8 @@ def drafts(c: Case) -> Arguments:
     of_q = logits[1].softmax(-1).flatten(0, 2)
     tokens = torch.multinomial(of_q, 1, generator=c.generator).view(size, num_chains, -1)
     lengths = c.whole(0, num_steps + 1, size, num_chains).maximum(c.whole(0, 9, size, 1))
-    temperature, greedy = c.uniforms(size).float() + 0.5, c.flags(0.2, size)
+    temperature = c.uniforms(size).float() + 0.5
+    greedy = c.flags(0.2, size)
     p_rows = logits[0].reshape(-1, c.vocab_size)
     law = TokenDistribution(p_rows, temperature, greedy=greedy)
     q = [

@@ -14,7 +14,10 @@ from sglang_smc.smc.fidelity import Path
 def case(c: Case) -> tuple[Any, ...]:
     """Groups with K from 0, with filters or without, some greedy, some with a target of no law."""
     c.generator.manual_seed(c.seed)
-    size, num_particles, max_steps, vocab = 6, c.num_particles, c.max_steps, c.vocab
+    size = 6
+    num_particles = c.num_particles
+    max_steps = c.max_steps
+    vocab = c.vocab
 
     def logits(num_rows: int) -> torch.Tensor:
         return (3 * c.normal(size * num_rows, vocab)).to(c.dtype)
@@ -22,7 +25,8 @@ def case(c: Case) -> tuple[Any, ...]:
     def or_else(filter_: Any, nothing: float) -> torch.Tensor:
         return torch.where(c.flags(0.5, size), filter_, nothing)
 
-    num_steps, greedy = c.whole(0, max_steps + 1, size), c.flags(0.2, size)
+    num_steps = c.whole(0, max_steps + 1, size)
+    greedy = c.flags(0.2, size)
     of = c.uniforms(size), num_steps, c.flags(0.8, size) & ~greedy
     starts = c.whole(0, max_steps, size, num_particles)
     path = (
@@ -57,9 +61,11 @@ def played(ops: Any, case: tuple[Any, ...]) -> torch.Tensor:
 )
 def test_what_is_watched(c: Case, device: str) -> None:
     """The same sums to rounding, and those of whom nothing is watched untouched to the last bit."""
-    host, anew = case(c), case(c)
+    host = case(c)
+    anew = case(c)
     there = copied(host, device)
-    expected, found = played(TORCH, host), played(kernel, there).cpu()
+    expected = played(TORCH, host)
+    found = played(kernel, there).cpu()
     for steps in (host[4], [step.cpu() for step in there[4]]):
         same = all(map(torch.equal, steps, anew[4]))
         assert same, "verification reads the scores of all steps later"

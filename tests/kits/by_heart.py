@@ -115,7 +115,8 @@ def make_batches(tokenizer: PreTrainedTokenizerFast) -> list[tuple[torch.Tensor,
     """Ids and labels ``[B, T]`` of lessons of about one length; those of questions are ignored."""
     rows = []
     for question, answer in lessons():
-        asked, said = tokenizer.encode(question), tokenizer.encode(answer)
+        asked = tokenizer.encode(question)
+        said = tokenizer.encode(answer)
         said += [] if answer.endswith("...") else [EOS]
         rows.append((asked + said, [IGNORED] * len(asked) + said))
     rows.sort(key=lambda row: len(row[0]))

@@ -86,7 +86,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_loaded(
     """A draft of another size, beside a target that would fit; and files put in those' place."""
     answer = server.load(models.new_target, models.other_size)
     assert (answer.status_code, "layers.1" in answer.json()["message"]) == (400, True)
-    name, paths = "model.safetensors", (models.new_target, models.other_size)
+    name = "model.safetensors"
+    paths = (models.new_target, models.other_size)
     fits, fewer = (Path(path, name).read_bytes() for path in paths)
     for content, status in ((fits, 200), (fewer, 400), (fits[:-64], 400)):
         (tmp_path / name).write_bytes(content)

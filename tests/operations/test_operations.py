@@ -63,7 +63,8 @@ def test_metrics_carry_the_labels_of_sglangs_own(server: Operator) -> None:
 
 
 def test_server_info_shows_settings_and_the_same_totals(server: Operator) -> None:
-    found, exported = server.smc_state(), server.metrics()
+    found = server.smc_state()
+    exported = server.metrics()
     assert found["settings"]["num_particles"] == 4
     assert found["settings"]["evidence_threshold"] == 0.5, "the one in force, given or not"
     assert found["in_force"] == {"mode": "smc", "num_particles": 4, "num_steps": 3}
@@ -90,7 +91,9 @@ def test_what_operators_ask_for_is_there(
 
 
 def test_chunks_are_those_that_a_stream_brings(server: Operator) -> None:
-    before, seen, began = server.metrics(), [], time.monotonic()
+    before = server.metrics()
+    seen = []
+    began = time.monotonic()
     with server.streaming() as stream:
         seen.append(stream.last["meta_info"]["completion_tokens"])
         while chunk := stream.next():

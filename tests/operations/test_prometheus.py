@@ -76,7 +76,8 @@ class Prometheus:
 def prometheus(binary: str, folder: Path, server: str) -> Iterator[Prometheus]:
     """Prometheus with the shipped configuration, but for the address ``server`` that it reads."""
     folder.mkdir()
-    shipped, port = CONFIG.read_text(), free_port()
+    shipped = CONFIG.read_text()
+    port = free_port()
     assert shipped.count(TARGET) == 1
     (folder / "prometheus.yaml").write_text(shipped.replace(TARGET, server))
     command = [binary, f"--config.file={folder}/prometheus.yaml"]
@@ -144,7 +145,8 @@ def scraping(
     binary: str, server: Operator, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Prometheus]]:
     """By what it asks for: by itself, as Prometheus 3 does, and as what reads plain text."""
-    address, folder = server.url.removeprefix("http://"), tmp_path_factory.mktemp("prometheus")
+    address = server.url.removeprefix("http://")
+    folder = tmp_path_factory.mktemp("prometheus")
     with (
         asking(address, ACCEPT_3) as as_3,
         asking(address, "text/plain;version=0.0.4") as as_text,

@@ -218,7 +218,8 @@ def test_every_kind_of_probe_asks_health_at_the_servers_port(name: str) -> None:
 def test_the_ranks_of_a_leader_worker_set_have_a_gpu_each() -> None:
     """Its Service sends requests to the first pod, which has the HTTP server."""
     group, service = yaml.safe_load_all((DEPLOY / TWO_NODES).read_text())
-    size, words = group["spec"]["leaderWorkerTemplate"]["size"], dict(servers())[TWO_NODES]
+    size = group["spec"]["leaderWorkerTemplate"]["size"]
+    words = dict(servers())[TWO_NODES]
     assert SECOND_POD["LWS_GROUP_SIZE"] == str(size) == option(words, "--nnodes")
     gpus = size * container(TWO_NODES)["resources"]["limits"]["nvidia.com/gpu"]
     assert option(words, "--tp-size") == str(gpus)
@@ -245,7 +246,8 @@ def steps(name: str) -> Iterator[list[str]]:
 @pytest.mark.nightly
 def test_the_steps_of_the_cpu_image_in_an_empty_environment(tmp_path: Path) -> None:
     """As `docker build` would run them, but for the operating system; it installs gigabytes."""
-    root, stages = tmp_path / "root", 0
+    root = tmp_path / "root"
+    stages = 0
     environment = {**os.environ, "HOME": str(tmp_path)}
     for name in ("PYTHONPATH", "VIRTUAL_ENV"):
         environment.pop(name, None)

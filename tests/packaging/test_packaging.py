@@ -27,7 +27,8 @@ from sglang_smc.upstream import SUPPORTED
 #: What is no code, by folder.
 DATA = {".": {"py.typed"}, "kernels": {"README.md"}}
 MOST_BYTES = 1_500_000  # of the wheel
-REPOSITORY, TAG = "https://github.com/o/n", "v1.2"
+REPOSITORY = "https://github.com/o/n"
+TAG = "v1.2"
 ENTRY_POINTS = {
     "sglang.srt.plugins": {"smc": "sglang_smc.plugin:register"},
     "sglang.srt.platforms": {"smc_cpu": "sglang_smc.cpu.platform:activate"},

@@ -30,7 +30,8 @@ class Harness:
     ):
         q_heads, kv_heads = heads
         generator = torch.Generator().manual_seed(0)
-        self.prefix_lens, self.query_lens = list(prefix_lens), list(query_lens)
+        self.prefix_lens = list(prefix_lens)
+        self.query_lens = list(query_lens)
         self.layer = RadixAttention(q_heads, HEAD_DIM, 0.3, kv_heads, layer_id=0)
         self.pool = MHATokenToKVPool(
             NUM_SLOTS, 1, kv_dtype or dtype, kv_heads, HEAD_DIM, 1, "cpu", enable_memory_saver=False
@@ -63,7 +64,8 @@ class Harness:
         return table, rows
 
     def batch(self, mode, **fields) -> Any:
-        prefix, query = torch.tensor(self.prefix_lens), torch.tensor(self.query_lens)
+        prefix = torch.tensor(self.prefix_lens)
+        query = torch.tensor(self.query_lens)
         new = [
             self.table[row, p : p + n]
             for row, p, n in zip(self.rows, self.prefix_lens, self.query_lens, strict=True)
@@ -90,12 +92,14 @@ class Harness:
 
     def reference(self):
         """Softmax attention in float64, one query at a time."""
-        keys, values = self.pool.get_key_buffer(0).double(), self.pool.get_value_buffer(0).double()
+        keys = self.pool.get_key_buffer(0).double()
+        values = self.pool.get_value_buffer(0).double()
         keys *= self.layer.k_scale_float or 1.0
         values *= self.layer.v_scale_float or 1.0
         window = self.layer.sliding_window_size
         softmax = Softmax(self.layer.scaling, self.layer.logit_cap, self.sinks)
-        output, queries = [], iter(self.q)
+        output = []
+        queries = iter(self.q)
         for row, prefix, length in zip(self.rows, self.prefix_lens, self.query_lens, strict=True):
             for seen in range(prefix + 1, prefix + length + 1):
                 hidden = [prefix + node for node in self.hidden]
@@ -116,7 +120,9 @@ def heads(request):
     return request.param
 
 
-DECODE, EXTEND, VERIFY = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
+DECODE = ForwardMode.DECODE
+EXTEND = ForwardMode.EXTEND
+VERIFY = ForwardMode.TARGET_VERIFY
 BATCHES: dict[str, tuple[ForwardMode, list[int], list[int]]] = {
     # mode, cached lengths, new tokens
     "decode from nothing": (DECODE, [0], [1]),
@@ -178,7 +184,8 @@ def test_windows_caps_and_sinks(batch, window, heads):
     h = Harness(*BATCHES[batch][1:], heads=heads)
     h.layer.sliding_window_size = window
     if window == -1:
-        h.layer.logit_cap, h.sinks = 2.0, torch.linspace(-1, 2, heads[0])
+        h.layer.logit_cap = 2.0
+        h.sinks = torch.linspace(-1, 2, heads[0])
     h.assert_matches(h.run(EXTEND))
 
 
@@ -186,9 +193,12 @@ def test_windows_caps_and_sinks(batch, window, heads):
 def test_keys_and_values_in_8_bits(heads, kv_dtype):
     """They are divided by the layer's scales where they are stored, and multiplied when read."""
     h = Harness([3, 40], [2, LONG], heads=heads, kv_dtype=kv_dtype)
-    h.layer.k_scale, h.layer.v_scale = torch.tensor(0.5), torch.tensor(0.25)
-    h.layer.k_scale_float, h.layer.v_scale_float = 0.5, 0.25
-    key, stored = h.k.clone(), h.table[h.rows[0], 3].long()
+    h.layer.k_scale = torch.tensor(0.5)
+    h.layer.v_scale = torch.tensor(0.25)
+    h.layer.k_scale_float = 0.5
+    h.layer.v_scale_float = 0.25
+    key = h.k.clone()
+    stored = h.table[h.rows[0], 3].long()
     h.assert_matches(h.run(EXTEND))
     assert torch.equal(h.pool.get_key_buffer(0)[stored], (key[0] / 0.5).to(kv_dtype))
 
@@ -199,7 +209,8 @@ PARENTS = [-1, 0, 0, 1, 2]
 
 def test_a_tree_s_tokens_see_their_ancestors(heads):
     """As chains of which only the last tokens are compared."""
-    prefix_lens, width = [6, 1, 70], len(PARENTS)
+    prefix_lens = [6, 1, 70]
+    width = len(PARENTS)
     sees = torch.eye(width, dtype=torch.bool)
     for node in range(1, width):
         sees[node] |= sees[PARENTS[node]]
@@ -219,7 +230,8 @@ def test_a_tree_s_tokens_see_their_ancestors(heads):
 @pytest.mark.parametrize(("topk", "step"), [(1, 0), (1, 2), (3, 0), (3, 1)])
 def test_a_draft_s_pass_sees_the_text_and_its_own_branch(heads, topk, step):
     """Rows of another table, where branches stand behind the text as SGLang lays them out."""
-    num_steps, texts = 3, [5, 1, 40]
+    num_steps = 3
+    texts = [5, 1, 40]
     lengths = [text + step for text in texts for _ in range(topk)]
     h = Harness(lengths, [1] * len(lengths), heads=heads)
     table = torch.full((3, 40 + topk * num_steps), 10**8, dtype=torch.int32)
@@ -233,5 +245,6 @@ def test_a_draft_s_pass_sees_the_text_and_its_own_branch(heads, topk, step):
             table[row, start : start + step + 1] = source[text : text + step + 1]
     h.runner.req_to_token_pool.req_to_token = table
     h.backend = DraftStep(h.runner, topk, num_steps, step)
-    rows, seq_lens = torch.arange(3), torch.tensor(texts)
+    rows = torch.arange(3)
+    seq_lens = torch.tensor(texts)
     h.assert_matches(h.run(DECODE, req_pool_indices=rows, seq_lens=seq_lens))

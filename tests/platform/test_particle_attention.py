@@ -36,7 +36,9 @@ class OneLayer:
         self.query = self.query[:, : query.shape[1]]
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> Any:
-        self.tokens, self.positions, self.batch = tokens, positions, batch
+        self.tokens = tokens
+        self.positions = positions
+        self.batch = batch
         # Tokens are the numbers of rows, of which some may be left out.
         rows = slice(None) if len(tokens) == len(self.query) else tokens
         hidden = self.layer(self.query[rows], self.keys[rows], self.values[rows], batch)
@@ -50,7 +52,8 @@ class Harness:
     """A forward over a real KV pool, in which the new tokens' keys are yet to be written."""
 
     def __init__(self, case: Case, attention: Any = "torch") -> None:
-        self.case, dtype = case, case.keys.dtype
+        self.case = case
+        dtype = case.keys.dtype
         kv_heads, head_dim = case.keys.shape[1:]
         pool = MHATokenToKVPool(
             NUM_SLOTS - 1, 1, dtype, kv_heads, head_dim, 1, "cpu", enable_memory_saver=False
@@ -97,12 +100,15 @@ def case(num_columns: int = 5, **shape: Any) -> Case:
 def test_logits_of_chains(name: str, num_columns: int, dtype: torch.dtype) -> None:
     """After each token, or after the last alone."""
     h = Harness(case(num_columns, dtype=dtype))
-    output, asked, mode = h.run(name), h.case, ForwardMode.TARGET_VERIFY
+    output = h.run(name)
+    asked = h.case
+    mode = ForwardMode.TARGET_VERIFY
     shape = asked.query.shape[:3]
     if name == "next_logits":
         mode = ForwardMode.DECODE if num_columns == 1 else ForwardMode.EXTEND
         starts = asked.starts + num_columns - 1
-        asked, shape = asked._replace(query=asked.query[:, :, -1:], starts=starts), shape[:2]
+        asked = asked._replace(query=asked.query[:, :, -1:], starts=starts)
+        shape = shape[:2]
     assert output.shape == (*shape, 4 * 64)
     asked.assert_close(output.view(asked.query.shape))
     assert h.model.batch.forward_mode == mode
@@ -125,7 +131,8 @@ def test_particles_with_one_slot_are_run_once(name: str, num_columns: int) -> No
     parts = {"tails": whole.tails.clone(), "query": whole.query[:, copy]}
     parts["tails"][whole.particle_rows] = whole.tails[whole.particle_rows[:, copy]]
     given = whole._replace(starts=whole.starts[:, copy], present=whole.present[:, copy], **parts)
-    alone, h = Harness(given), Harness(given)
+    alone = Harness(given)
+    h = Harness(given)
     alone.forward.merges = False
     expected = alone.run(name)
     assert torch.allclose(h.run(name), expected, atol=1e-6)
@@ -183,7 +190,8 @@ def test_with_triton_nothing_waits_for_the_device(
         h.case, h.tokens, h.slots = each_tensor(mode.from_tensor, (h.case, h.tokens, h.slots))
         return h
 
-    waiting, h = harness("torch"), harness("triton")
+    waiting = harness("torch")
+    h = harness("triton")
     with mode:
         columns = () if name == "next_logits" else (num_columns,)
         assert h.run(name).shape == (*h.case.starts.shape, *columns, 4 * 64)

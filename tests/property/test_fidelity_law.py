@@ -35,7 +35,8 @@ def offline(outcome: Outcome, asked: dict[str, Any] | None = None) -> torch.Tens
     """The same sums of all tokens behind the first, ``[G, 4]``, from the models themselves."""
 
     def law(logits: torch.Tensor) -> torch.Tensor:
-        one, top_k = torch.ones(1), torch.tensor([(asked or {}).get("top_k", len(logits))])
+        one = torch.ones(1)
+        top_k = torch.tensor([(asked or {}).get("top_k", len(logits))])
         filters = None if asked is None else (top_k, one, torch.zeros(1))
         return TokenDistribution.of(logits.view(1, 1, -1), one, None, filters).log_probs()
 
@@ -76,7 +77,8 @@ def test_exact_texts_have_no_tilt_and_no_innovation(
 def test_each_mode_watches_what_models_say(mode: str, asked: dict[str, Any] | None) -> None:
     """One column of K + 1 a round: that often its sums are those of the whole texts."""
     outcome = play(asked=asked, **MODES[mode])
-    found, expected = outcome.fidelity * (NUM_STEPS + 1), offline(outcome, asked)
+    found = outcome.fidelity * (NUM_STEPS + 1)
+    expected = offline(outcome, asked)
     assert (errors(found - expected)[[0, 2, 3]].abs() < 4.5).all()
     tilts = found[:, 0] - expected[:, 0].sum() / expected[:, 1].sum() * found[:, 1]
     assert errors(tilts[:, None]).abs() < 4.5

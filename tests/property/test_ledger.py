@@ -44,7 +44,8 @@ def some_budgets(config: SMCConfig, adapts: bool, overlap: bool) -> tuple[Budget
 def test_long_programs(
     name: str, overlap: bool, adapts: bool, request: pytest.FixtureRequest
 ) -> None:
-    rng, config = random.Random(name), CONFIGS[name]
+    rng = random.Random(name)
+    config = CONFIGS[name]
     # On a CPU particles of equal texts share slots, on a GPU each writes its own.
     ops = TORCH._replace(kind="triton" if overlap else "torch")
     options = {"overlap": overlap, "budgets": some_budgets(config, adapts, overlap), "ops": ops}
@@ -60,7 +61,8 @@ def test_long_programs(
 class Pool(SimpleNamespace):
     """KV of two layers: keys and values, or latents that are both."""
 
-    start_layer, layer_num = 0, 2
+    start_layer = 0
+    layer_num = 2
 
     def get_key_buffer(self, layer: int) -> torch.Tensor:
         return self.keys[layer]
@@ -93,7 +95,8 @@ def test_a_row_in_the_order_of_pages_keeps_the_kv_of_its_text(
         handover.order(row, num_kept, [own for pool in pools for own in kv_buffers(pool)])
     ordered = row.long()
     assert sorted(slots) == ordered.sort().values.tolist()
-    numbers, places = ordered.view(num_owned, page) // page, ordered % page
+    numbers = ordered.view(num_owned, page) // page
+    places = ordered % page
     assert (numbers == numbers[:, :1]).all()
     assert places.tolist() == [*range(page)] * num_owned
     others = [slot for slot in range(10 * page) if slot not in slots]

@@ -42,14 +42,16 @@ def check(req: ToyRequest) -> None:
     if not req.return_logprob:
         assert not req.logprob.output_token_logprobs_val
         return
-    text, books = req.output_ids, req.logprob
+    text = req.output_ids
+    books = req.logprob
     expected = torch.stack(
         [torch.log_softmax(TARGET.after(tuple(text[:place])), -1) for place in range(len(text))]
     )
     own = expected.gather(1, torch.tensor(text).unsqueeze(1)).squeeze(1)
     assert books.output_token_logprobs_idx == text
     assert books.output_token_logprobs_val == pytest.approx(own.tolist(), abs=1e-5)
-    num_top, ids = books.top_logprobs_num, books.token_ids_logprob
+    num_top = books.top_logprobs_num
+    ids = books.token_ids_logprob
     if num_top:
         top = expected.topk(num_top)
         torch.testing.assert_close(torch.tensor(books.output_top_logprobs_val), top.values)

@@ -25,7 +25,8 @@ from sglang_smc.round.result import Outcome
 from sglang_smc.smc.settings import Need
 from sglang_smc.state.logprobs import LogprobWidths
 
-SIZES, FIVE = [2, 3, 8], [1, 2, 3, 4, 5]
+SIZES = [2, 3, 8]
+FIVE = [1, 2, 3, 4, 5]
 CHOSEN: tuple[dict[str, Any], ...] = ({}, {"num_particles": 2}, {"num_steps": 1})
 
 
@@ -68,7 +69,8 @@ def serve(
         options: of `toy_laws.toy`.
     """
     given = {"num_particles": 3, "num_steps": 2, "chosen": CHOSEN, **options}
-    own, recordings = toy(9, **given), None
+    own = toy(9, **given)
+    recordings = None
     if recorded is not None:
         server = Server(own.worker._round, own.worker._tables, own.config, SIZES, own.device)
         recordings = server.record(in_place(recorded), Ranks())

@@ -147,8 +147,10 @@ def test_what_the_target_never_says_never_comes_out(num_particles: int, resample
 
 def test_a_group_that_dies_entirely_takes_exact_target_steps() -> None:
     """Disjoint supports: every draft is refused, and the output follows p exactly (error 1e-4)."""
-    endless, over = TARGET.logits.clone(), TARGET.logits.clone()
-    endless[:, EOS], over[:, :EOS] = -torch.inf, -torch.inf
+    endless = TARGET.logits.clone()
+    over = TARGET.logits.clone()
+    endless[:, EOS] = -torch.inf
+    over[:, :EOS] = -torch.inf
     pair = Language(endless), Language(over)
     outcome = run(pair, num_particles=4, num_steps=3, **PLAIN)
     assert outcome.num_all_zero == outcome.num_rounds == (LENGTH - 1) * NUM_RUNS

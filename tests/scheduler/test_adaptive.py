@@ -102,8 +102,10 @@ def test_sizes_change_under_all_kinds_in_a_small_pool(
     adaptive: Callable[..., Server],
 ) -> None:
     pool = {"max_total_tokens": 500, "max_running_requests": 12, "chunked_prefill_size": 24}
-    server, draw = adaptive(num_free=4, **pool), random.Random(0)
-    requests, limits = [], [draw.choice([1, 2, 17, 40]) for _ in range(40)]
+    server = adaptive(num_free=4, **pool)
+    draw = random.Random(0)
+    requests = []
+    limits = [draw.choice([1, 2, 17, 40]) for _ in range(40)]
     for index, limit in enumerate(limits):
         prompt = [draw.randrange(2, 64) for _ in range(draw.choice([0, 7, 40]))]
         stop = {"stop": ["t9 "]} if index % 9 == 0 else {}
@@ -242,7 +244,8 @@ def test_costs_are_measured_where_none_are_given(
     reading = costs.pop("reading")
     nodes = {sizes: [float(count) for count in of] for sizes, of in costs.pop("nodes").items()}
     assert set(nodes) == {sizes for sizes in costs if not sizes.startswith("N=1")}
-    fewest, most = nodes["N=4 K=3"][0], nodes["N=4 K=3"][-1]
+    fewest = nodes["N=4 K=3"][0]
+    most = nodes["N=4 K=3"][-1]
     assert 4 <= fewest < 5 and 12 < most <= 13, "of equal chains, and of chains that all differ"
     assert set(costs) == set(reading) >= {"N=4 K=3", "N=1 K=0"}
     assert all(seconds > 0 for points in costs.values() for _, seconds in points)

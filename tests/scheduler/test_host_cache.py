@@ -186,7 +186,8 @@ def test_a_full_disk_leaves_whole_files_or_none(tmp_path: Path) -> None:
     storage = HiCacheFile(config, str(tmp_path))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for size in (100, 5000):
-        page, there = torch.arange(size).to(torch.uint8), torch.empty(size, dtype=torch.uint8)
+        page = torch.arange(size).to(torch.uint8)
+        there = torch.empty(size, dtype=torch.uint8)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size // 4096 * 4096, hard))
         try:
             is_stored = storage.set("key", page)

@@ -15,7 +15,8 @@ from in_process import Reply, Server
 from model_families import make_family
 from tiny_models import smc_arguments
 
-N, K = 3, 3
+N = 3
+K = 3
 EDGES = (K, K + 1, K + 2, N * (K + 1) - 1, N * (K + 1), N * (K + 1) + 1)
 BEFORE = 8  # new tokens of answers one by one
 TOKENS = 12

@@ -134,7 +134,8 @@ def test_a_text_that_is_read_on_is_found_in_whole_pages(roomy: Server, alone: Al
     """Prompt and answer, but for two tokens; what a flushed server reads anew gives the rest."""
     roomy.flush()
     roomy.play(KINDS, every=0)
-    requests, cached = [], []
+    requests = []
+    cached = []
     for index, (kind, answer) in enumerate(zip(KINDS, alone.answers, strict=False)):
         text = [*kind["input_ids"], *answer.output_ids]
         longer = [*text, 7, 8][: len(text) - 1 + index % 4]
@@ -199,7 +200,8 @@ def retract_all(server: Server, rounds: int) -> list[Retracted]:
 def assert_begun_anew(server: Server, reply: Reply, seed: int) -> None:
     """Its row on the device has its next seed, and is committed to what it kept."""
     assert reply.end is None
-    req, worker = server.req(reply), cast(Any, server.scheduler.draft_worker)
+    req = server.req(reply)
+    worker = cast(Any, server.scheduler.draft_worker)
     settings = worker._tables.requests.gather(torch.tensor([req.kv.req_pool_idx]))
     assert settings.seeds.tolist() == [derive_seed(seed, 1)]
     assert req.kv.kv_committed_len >= len(req.origin_input_ids) + len(reply.kept[0])
@@ -240,7 +242,8 @@ def test_who_leaves_right_after_a_retraction_frees_no_slot_of_the_cache(roomy: S
 
 def test_a_request_that_fails_in_its_prefill_ends_alone(roomy: Server) -> None:
     """Its result is read when the next batch has been chosen; its processor cannot be loaded."""
-    other, broken = roomy.send(**asked(0)), '{"callable": "00"}'
+    other = roomy.send(**asked(0))
+    broken = '{"callable": "00"}'
     failed = roomy.generate(**asked(1), custom_logit_processor=broken)
     assert (other.why, failed.why) == ("length", "abort")
     nothing = {"min_new_tokens": 1, "stop_token_ids": list(range(64)), "stop": ["zzz "]}

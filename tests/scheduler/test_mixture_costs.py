@@ -47,7 +47,8 @@ class Played(NamedTuple):
 def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Played]]:
     """Rounds of requests; time is the number of experts visited."""
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now, thread_time=lambda: clock.now)
-    select, play = topk.select_experts, ServedRound.play
+    select = topk.select_experts
+    play = ServedRound.play
     rounds: list[Played] = []
 
     def counted(*args: Any, **more: Any) -> Any:

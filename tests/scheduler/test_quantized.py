@@ -21,7 +21,9 @@ from tiny_models import smc_arguments
 from transformers import LlamaForCausalLM
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
-TARGET, MODEL, HEAD = PAIR / "target", PAIR / "draft", PAIR / "eagle3"
+TARGET = PAIR / "target"
+MODEL = PAIR / "draft"
+HEAD = PAIR / "eagle3"
 SERVER: dict[str, Any] = {"num_particles": 4, "num_steps": 4, "mode": "exact"}
 PROMPTS = [prompt_ids(held_out(index)) for index in range(4)]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 32}

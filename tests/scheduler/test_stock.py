@@ -63,7 +63,8 @@ def answers(plain: Server, target: str) -> list[tuple[dict[str, Any], Reply]]:
     given = []
     for prompt in PROMPTS:
         found = plain.generate(**asked(prompt))
-        size, tokens = len(prompt), found.output_ids
+        size = len(prompt)
+        tokens = found.output_ids
         logits = model(torch.tensor([prompt + tokens])).logits[0, size - 1 : -1]
         assert tokens == logits.argmax(-1).tolist()
         wanted = logits.log_softmax(-1)[range(len(tokens)), tokens].tolist()
@@ -98,7 +99,8 @@ def same_answers(server: Server, answers: list[tuple[dict[str, Any], Reply]]) ->
 def test_company_the_cache_and_grammars_change_no_text(plain: Server, answers: list) -> None:
     same_answers(plain, answers)
     unseen = [0, *PROMPTS[3]]
-    first, second = plain.generate(**asked(unseen)), plain.generate(**asked(unseen))
+    first = plain.generate(**asked(unseen))
+    second = plain.generate(**asked(unseen))
     assert first.meta["cached_tokens"] == 0
     assert second.meta["cached_tokens"] == (len(unseen) - 1) // 4 * 4
     assert first.output_ids == second.output_ids
@@ -156,7 +158,8 @@ def test_eagle_gives_the_text_of_its_target(
 
 def test_a_converted_head_drafts(start: Callable[..., Server], tmp_path: Path) -> None:
     """Red where `sglang-smc convert` leaves out, or ties, weights: 3.3 tokens become 1 to 2.3."""
-    published, stock = rewrite(PAIR / "eagle3", tmp_path / "published"), str(tmp_path / "stock")
+    published = rewrite(PAIR / "eagle3", tmp_path / "published")
+    stock = str(tmp_path / "stock")
     assert convert.main([published, stock]) == 0
     target = str(PAIR / "target")
     server = start(**chain(target, stock) | {"speculative_algorithm": "EAGLE3"})
@@ -179,7 +182,8 @@ def test_samples_follow_the_target(
     start: Callable[..., Server], tiny: Callable[..., str], topk: int, nodes: int
 ) -> None:
     """Texts of three tokens against all that there are, with each limit beside the others."""
-    pair, prompt = (tiny(seed=1, **TOY), tiny(seed=2, **TOY)), [3, 2, 3]
+    pair = (tiny(seed=1, **TOY), tiny(seed=2, **TOY))
+    prompt = [3, 2, 3]
     server = start(**chain(*pair, topk=topk, nodes=nodes), max_running_requests=256)
     limits: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.8, "temperature": 1.3}]
     own = [{"temperature": 1.0, "max_new_tokens": 3, **limit} for limit in limits]

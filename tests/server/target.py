@@ -23,7 +23,8 @@ class Target:
     @torch.inference_mode()
     def logits(self, request: dict[str, Any], output: list[int]) -> torch.Tensor:
         """Logits ``[L, V]`` in the places of an answer's tokens, as the request edits them."""
-        prompt, params = request["input_ids"], request["sampling_params"]
+        prompt = request["input_ids"]
+        params = request["sampling_params"]
         raw = self._model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
         own = {name: value for name, value in params.items() if name in EDITED_BY}
         stops = frozenset({self._eos, *params.get("stop_token_ids", ())})

@@ -163,7 +163,8 @@ def test_a_route_answers_as_without_speculation(
     route, body = (REQUESTS | REFUSED)[name]
     if "model" in body:
         body = {**body, "model": model}
-    (status, own), (wanted, known) = answers(server, route, body), answers(stock, route, body)
+    status, own = answers(server, route, body)
+    wanted, known = answers(stock, route, body)
     assert (status, wanted) == ((400, 400) if name in REFUSED else (200, 200)), (own, known)
     assert_same(own, known, name)
 
@@ -196,7 +197,8 @@ def test_a_stream_has_an_entry_for_each_token(server: Server) -> None:
     """Of each list, whatever the chunks: red if some are sent again, or left out."""
     body = {"input_ids": IDS, **LOGPROBS, "sampling_params": {**GREEDY, "n": 2}}
     for chunk in parts_of(server.post("/generate", **body, **STREAM).text):
-        info, ids = chunk["meta_info"], chunk["output_ids"]
+        info = chunk["meta_info"]
+        ids = chunk["output_ids"]
         own, top, listed = (info[name] for name in LISTS)
         assert [entry[1] for entry in own] == ids and len(top) == len(listed) == len(ids)
     for tools in ({}, {"tools": [TOOL]}):

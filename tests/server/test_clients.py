@@ -93,7 +93,8 @@ def draft_tokens(usage: CompletionUsage) -> tuple[int, int]:
     """Those of the answers, and those that were proposed in vain."""
     details = usage.completion_tokens_details
     assert details is not None
-    accepted, rejected = details.accepted_prediction_tokens, details.rejected_prediction_tokens
+    accepted = details.accepted_prediction_tokens
+    rejected = details.rejected_prediction_tokens
     assert accepted is not None and rejected is not None
     assert accepted >= 0 and rejected >= 0
     return accepted, rejected

@@ -111,7 +111,8 @@ def test_an_item_of_a_list_fails_alone(server: Server) -> None:
     *found, all_fail = server.outcomes([*lists, together(*map(barred, kinds))])
     alone = [[one] for one in server.generate(fine)] + server.generate([samples])
     for outcome, neighbours in zip(found, alone, strict=True):
-        failed, whole = [], []
+        failed = []
+        whole = []
         for item in outcome.json():
             reason = item["meta_info"]["finish_reason"]
             (failed if reason["type"] == "abort" else whole).append(item)
@@ -129,7 +130,8 @@ def test_an_item_of_a_list_fails_alone(server: Server) -> None:
 
 def test_a_refused_stream_leaves_no_traceback(server: Server, model: str) -> None:
     """On all routes: red where SGLang, two seconds behind a stream, asks for what it never had."""
-    begin, refused = server.log.stat().st_size, 0
+    begin = server.log.stat().st_size
+    refused = 0
     asked = [("/generate", body) for body, _ in (*REFUSED, *FAILING)]
     asked += [(route, body(model, "exat")) for route, body in ROUTES.items()]
     for bad in bad_requests(200):
@@ -186,7 +188,8 @@ def test_without_the_key_nothing_is_served(server: Server, key: str | None) -> N
 
 
 def test_only_this_machine_can_connect(server: Server) -> None:
-    port, process = int(server.url.rpartition(":")[2]), psutil.Process(server.process.pid)
+    port = int(server.url.rpartition(":")[2])
+    process = psutil.Process(server.process.pid)
     tree = process, *process.children(recursive=True)
     found = [connection for one in tree for connection in one.net_connections("tcp")]
     own = [one for one in found if one.status == psutil.CONN_LISTEN and one.laddr.port == port]

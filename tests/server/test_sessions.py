@@ -13,7 +13,9 @@ from server.kinds import CHOICES, EDITS, LOGPROBS, MODES, asked, constrained, ed
 from server.target import Target
 from server.test_target import assert_greedy, assert_scored
 
-FIRST, SECOND, THIRD = [5, 9, 33, 20], [41, 8], [12]
+FIRST = [5, 9, 33, 20]
+SECOND = [41, 8]
+THIRD = [12]
 
 
 def greedy(tokens: list[int], size: int = 10, **fields: Any) -> dict[str, Any]:
@@ -34,7 +36,9 @@ def closed(server: Server, session: str) -> None:
 
 def test_turns_of_a_session_stand_behind_each_other(server: Server) -> None:
     """The text so far need not be sent again, and its KV is not computed again."""
-    session, text, last = opened(server), [], None
+    session = opened(server)
+    text = []
+    last = None
     for tokens in (FIRST, SECOND, THIRD):
         (answer,) = server.generate([turn(session, tokens, rid=last)])
         text += tokens
@@ -53,7 +57,8 @@ def test_turns_of_a_session_stand_behind_each_other(server: Server) -> None:
 def test_a_session_branches_and_is_rewritten(server: Server) -> None:
     session = opened(server)
     (first,) = server.generate([turn(session, FIRST)])
-    root, answered = first["meta_info"]["id"], [*FIRST, *first["output_ids"]]
+    root = first["meta_info"]["id"]
+    answered = [*FIRST, *first["output_ids"]]
     ways: list[tuple[list[int], dict[str, Any], list[int]]] = [
         (SECOND, {}, answered),  # two turns behind one
         (THIRD, {}, answered),

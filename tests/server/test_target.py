@@ -21,7 +21,8 @@ def greedy() -> dict[str, dict[str, Any]]:
     cold: dict[str, Any] = {"temperature": 0.0}
     found = {f"choice {i}": asked(choice, **cold) for i, choice in enumerate(CHOICES)}
     for mode in MODES:
-        smc, long = {"mode": mode}, {"max_new_tokens": 48, **cold}
+        smc = {"mode": mode}
+        long = {"max_new_tokens": 48, **cold}
         found |= {f"{name}, {mode}": edited(name, smc, **long) for name in EDITS}
         found |= {f"{kind}, {mode}": constrained(kind, smc, **cold) for kind in GRAMMARS}
     return found
@@ -40,7 +41,8 @@ def allowed(kind: str, output: list[int]) -> torch.Tensor:
         "json_schema": lambda schema: compiler.compile_json_schema(schema, any_whitespace=False),
         "structural_tag": compiler.compile_structural_tag,
     }[how](text)
-    matcher, rows = xgrammar.GrammarMatcher(compiled), []
+    matcher = xgrammar.GrammarMatcher(compiled)
+    rows = []
     for token in output:
         bitmask = xgrammar.allocate_token_bitmask(1, VOCAB)
         matcher.fill_next_token_bitmask(bitmask)
@@ -98,7 +100,8 @@ def test_a_text_goes_on_to_the_end_of_the_context(server: Server, target: Target
 
 def assert_scored(target: Target, request: dict[str, Any], answer: dict[str, Any]) -> None:
     """Its tokens', the likeliest and the listed ones' log-probabilities are the target's."""
-    output, info = answer["output_ids"], answer["meta_info"]
+    output = answer["output_ids"]
+    info = answer["meta_info"]
     wanted = target.log_probs(request, output)
     assert info["output_token_logprobs_length"] == len(output)
     token, top, listed = (info[f"output_{kind}_logprobs"] for kind in ("token", "top", "token_ids"))

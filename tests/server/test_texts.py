@@ -176,7 +176,8 @@ def test_a_stop_string_is_cut_wherever_parts_of_an_answer_leave(server: Server) 
     for smc in (PLAIN, *({"mode": mode} for mode in MODES)):
         free = asked(smc, max_new_tokens=110, temperature=0.0)
         (whole,) = server.generate([free])
-        text, decode = whole["text"], tokenizer().decode
+        text = whole["text"]
+        decode = tokenizer().decode
         places = [len(decode(whole["output_ids"][:count])) for count in (50, 100)]
         stops = [text[place - before :][:8] for place in places for before in range(8)]
         stopped = [asked(smc, max_new_tokens=110, temperature=0.0, stop=stop) for stop in stops]

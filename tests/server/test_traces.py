@@ -51,7 +51,8 @@ def test_a_trace_tells_what_potentials_added(crowd: dict[str, dict[str, Any]]) -
 
 
 def gains_of_answer(trace: Trace) -> float:
-    place, total = 0, 0.0
+    place = 0
+    total = 0.0
     for traced in reversed(trace.rounds):
         place = place if traced.narrowed_to is None else traced.narrowed_to[place]
         place = traced.ancestors[place]

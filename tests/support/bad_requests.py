@@ -20,8 +20,11 @@ from typing import Any, NamedTuple
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 VOCAB = 64
-NATIVE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
-HUGE, ENDLESS = 10**40, 2**63
+NATIVE = "/generate"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+HUGE = 10**40
+ENDLESS = 2**63
 HOSTILE = ("' OR 1=1 --", "../../etc/passwd", "__import__('os').system('id')", "\x00\x01")
 HOSTILE += ("\u202e", "{{7*7}}")
 NOT_A_NUMBER: tuple[Any, ...] = ("many", [], {}, [1], {"a": 1}, *HOSTILE)
@@ -47,7 +50,8 @@ PARAMS: dict[str, tuple[Any, ...]] = {
     "ignore_eos": ("maybe", 2, [], {}),
     "custom_params": (5, "smc", [1], {"smc": 5}, {"smc": [1]}, {"smc": "exact"}),
 }
-DEEP, LONG = "[" * 100_000, "t3 " * 100_000
+DEEP = "[" * 100_000
+LONG = "t3 " * 100_000
 NO_IDS = (5, {}, [], [[]], [-1], [VOCAB], [HUGE])
 PROMPTS: dict[str, tuple[Any, ...]] = {
     "input_ids": (

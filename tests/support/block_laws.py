@@ -17,7 +17,8 @@ Checkpoint = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 def with_layer(config: dict[str, Any], weights: dict[str, torch.Tensor], markov: str) -> Checkpoint:
     """The Markov head gets the layer that it has where it is ``gated``, or an ``rnn``."""
-    width, rank = config["hidden_size"], config["markov_rank"]
+    width = config["hidden_size"]
+    rank = config["markov_rank"]
     layers = {"gated": ("gate_proj", rank, rank), "rnn": ("joint_proj", 3 * rank, 2 * rank)}
     name, rows, inputs = layers[markov]
     draw = torch.Generator().manual_seed(7)
@@ -32,7 +33,8 @@ def markov_head(folder: Path) -> Any:
     from speculators.models.dspark.model_definitions import MarkovHead
 
     config, weights = read(folder)
-    part, prefix = "transformer_layer_config", "markov_head."
+    part = "transformer_layer_config"
+    prefix = "markov_head."
     own = {name.removeprefix(prefix): w for name, w in weights.items() if prefix in name}
     made = MarkovHead(
         verifier_vocab_size=len(own["markov_w1.weight"]),
@@ -52,8 +54,10 @@ WINDOW = 9  # of the first layer, a row's own position among them
 
 def with_selector(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
     """A DFlash head gets what DFlash2 has beside: convolutions, a selector, and a window."""
-    width, vocab_size = config["hidden_size"], config["vocab_size"]
-    taps, rank = SELECTOR["conv_kernel_size"], SELECTOR["selector_rank"]
+    width = config["hidden_size"]
+    vocab_size = config["vocab_size"]
+    taps = SELECTOR["conv_kernel_size"]
+    rank = SELECTOR["selector_rank"]
     rows = 2 * taps * width // SELECTOR["conv_group_size"]
     draw = torch.Generator().manual_seed(8)
     part = "candidate_selector."
@@ -90,7 +94,9 @@ class Convolved(nn.Module):
         from speculators.models.dflash2.model_definitions import GroupedDynamicCausalConv
 
         super().__init__()
-        self.layer, self.self_attn, self.window = layer, layer.self_attn, window
+        self.layer = layer
+        self.self_attn = layer.self_attn
+        self.window = window
         sizes = {
             "block_size": SIZES2["block_size"],
             "kernel_size": SELECTOR["conv_kernel_size"],
@@ -160,8 +166,10 @@ class Selecting:
 
 def with_gru(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
     """A DFlash head gets what Domino has beside; its labels are shifted by one."""
-    width, rows = config["hidden_size"], config["vocab_size"]
-    state, middle = 10, 14
+    width = config["hidden_size"]
+    rows = config["vocab_size"]
+    state = 10
+    middle = 14
     draw = torch.Generator().manual_seed(10)
     shapes = {
         "prefix_gru.weight_ih_l0": (3 * state, width),
@@ -181,7 +189,8 @@ class Correcting:
     def __init__(self, model: Any, folder: Path) -> None:
         _, weights = read(folder)
         self.embed = model.get_input_embeddings()
-        (rows, width), middle = weights["prefix_gru.weight_ih_l0"].shape, "embed_proj.2.weight"
+        rows, width = weights["prefix_gru.weight_ih_l0"].shape
+        middle = "embed_proj.2.weight"
         self.gru = nn.GRU(width, rows // 3, bias=False, batch_first=True).double()
         part = "prefix_gru."
         self.gru.load_state_dict(
@@ -224,8 +233,10 @@ class Walking:
 
     def __init__(self, model: Any, head: Any, folder: Path) -> None:
         config, weights = read(folder)
-        self.embed, self.head = model.get_input_embeddings(), head
-        self.eps, self.rows = config["rms_norm_eps"], config["block_size"] - 1
+        self.embed = model.get_input_embeddings()
+        self.head = head
+        self.eps = config["rms_norm_eps"]
+        self.rows = config["block_size"] - 1
         part = "lilicorr."
         self.own = {n.removeprefix(part): w.double() for n, w in weights.items() if part in n}
         self.layers = []
@@ -255,7 +266,8 @@ class Walking:
         self, log_probs: torch.Tensor, ids: torch.Tensor, states: torch.Tensor
     ) -> torch.Tensor:
         """The last layer's outputs ``[R, K, c, h]`` for candidates."""
-        size, count = ids.shape[0], ids.shape[2]
+        size = ids.shape[0]
+        count = ids.shape[2]
         rank = torch.arange(count, dtype=torch.float64).expand_as(log_probs)
         gap = log_probs - log_probs.amax(2, keepdim=True)
         shown = torch.stack([log_probs, log_probs.exp(), gap, rank / (count - 1), rank == 0], 3)
@@ -305,7 +317,8 @@ class Walking:
         shown = text[:, None, None].expand_as(hidden)
         both = torch.cat([hidden, shown, hidden * shown], 3)
         factors = nn.functional.silu(self.linear("factor_input_proj", both))
-        into, out_of = self.unit("in_head", factors), self.unit("out_head", factors)
+        into = self.unit("in_head", factors)
+        out_of = self.unit("out_head", factors)
         earlier = [self.unit("anchor_out_head", text)]
         for step in range(1, ids.shape[1]):
             place = (ids[:, step - 1] == before[:, step, None]).long().argmax(1)

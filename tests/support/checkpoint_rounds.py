@@ -82,7 +82,8 @@ class Checkpoint:
     """
 
     def __init__(self, model: Any, width: int | None = None, hot: list[int] | None = None) -> None:
-        self.model, self.hot = model, hot
+        self.model = model
+        self.hot = hot
         self.own = int(model.get_input_embeddings().weight.shape[0])
         self.width = width or self.own
 
@@ -127,7 +128,8 @@ class HeadSlots(CheckpointSlots):
     def chain_logits(self, chains: Chains) -> torch.Tensor:
         tokens, starts, slots, locations = chains[:4]
         self._tokens[slots] = tokens
-        texts, anchors = self.texts(locations).flatten(0, 1), self.anchors.flatten()
+        texts = self.texts(locations).flatten(0, 1)
+        anchors = self.anchors.flatten()
         steps = starts.flatten() + tokens.shape[2] - 1 - anchors
         laws = self.head.laws(texts[:, : int(anchors.max()) + self.head.num_steps + 1], anchors)
         found = laws[torch.arange(len(laws)), steps].log().float()
@@ -174,7 +176,8 @@ class CheckpointRounds(ToyWorker):
         self.tokenizer = AutoTokenizer.from_pretrained(target)
         self.tokenizer.additional_stop_token_ids = None  # as SGLang's own loader leaves it
         blank = Language(torch.zeros(1, width))
-        self.num_begun, longest = 0, WIDTH - len(PROMPT)
+        self.num_begun = 0
+        longest = WIDTH - len(PROMPT)
         super().__init__(
             SMCConfig(**settings),
             blank,
@@ -186,7 +189,8 @@ class CheckpointRounds(ToyWorker):
         )
 
     def _make_worker(self, num_slots: int) -> Any:
-        rows, (target, draft) = self.target._table, self.models
+        rows = self.target._table
+        target, draft = self.models
         self.target = CheckpointSlots(target, rows, num_slots)
         own: Any = HeadSlots(target, rows, num_slots)
         if isinstance(draft, Checkpoint):
@@ -202,7 +206,8 @@ class CheckpointRounds(ToyWorker):
                 drafts.least_temperature = BlockHead.least_temperature
             worker._round.draft = drafts
         self.prefill = Prefill.__new__(Prefill)
-        self.prefill._states, self.prefill._tables = worker._states, worker._tables
+        self.prefill._states = worker._states
+        self.prefill._tables = worker._tables
         self.prefill._draft = worker._prefill._draft = worker._round.draft
         return worker
 
@@ -232,7 +237,8 @@ class CheckpointRounds(ToyWorker):
         req = Req(str(self.num_begun), "", prompt, params, vocab_size=self.vocab_size)  # type: ignore[arg-type]
         req.tokenizer = self.tokenizer
         kv = upstream.kv_of(req)
-        kv.req_pool_idx, kv.kv_committed_len = self.num_begun, len(prompt)
+        kv.req_pool_idx = self.num_begun
+        kv.kv_committed_len = len(prompt)
         for model in (self.target, self.draft):
             model.read(prompt, self.table[self.num_begun, : len(prompt)])
         return req
@@ -263,7 +269,8 @@ def check(answers: list[dict[str, Any]], expected: list[Answer], *, tolerance: f
     What follows a retraction is drawn anew. Engines compute in float32, so a log-evidence of
     hundreds is rounded by more than ``tolerance``. Returns how many were compared.
     """
-    compared, different = 0, []
+    compared = 0
+    different = []
     for number, (answer, wanted) in enumerate(zip(answers, expected, strict=True)):
         if not answer["meta_info"]["num_retractions"]:
             compared += 1

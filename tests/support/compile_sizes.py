@@ -28,7 +28,8 @@ class Latents(NamedTuple):
     rope: int
 
 
-DEEPSEEK_V3, DEEPSEEK_V2_LITE = Latents(128, 512, 64), Latents(16, 512, 64)
+DEEPSEEK_V3 = Latents(128, 512, 64)
+DEEPSEEK_V2_LITE = Latents(16, 512, 64)
 
 
 class Layer(NamedTuple):

@@ -44,7 +44,8 @@ class Costs:
 
     def __init__(self) -> None:
         self._starts = 0
-        self._cpu, self._starts_before = cpu_seconds(), 0
+        self._cpu = cpu_seconds()
+        self._starts_before = 0
         names = ("tests", "wall_seconds", "cpu_seconds", "engine_starts")
         self._files: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(names, 0.0))
         self._ends_file: str | None = None  # path of the test that runs, where it is the last of it
@@ -96,10 +97,14 @@ class Costs:
 
     def read(self, file: str) -> tuple[str, float, int]:
         """Return a file with its CPU seconds and engine starts since the file before."""
-        cpu, starts = cpu_seconds(), self._starts
-        before, now = self._slowness, slowness()
+        cpu = cpu_seconds()
+        starts = self._starts
+        before = self._slowness
+        now = slowness()
         cost = file, (cpu - self._cpu) * 2 / (before + now), starts - self._starts_before
-        self._cpu, self._starts_before, self._slowness = cpu, starts, now
+        self._cpu = cpu
+        self._starts_before = starts
+        self._slowness = now
         return cost
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -179,7 +184,8 @@ def slowness() -> float:
 
 def cpu_seconds() -> float:
     """CPU seconds of this process, its living descendants, and all that they have waited for."""
-    total, own = 0.0, psutil.Process()
+    total = 0.0
+    own = psutil.Process()
     for process in (own, *own.children(recursive=True)):
         with suppress(psutil.Error):  # it has ended
             total += sum(process.cpu_times()[:4])

@@ -22,7 +22,8 @@ class Case(Inputs):
 
     def logits(self, *shape: int, spread: float, forbidden: float) -> torch.Tensor:
         """Rows ``[R, V]`` in which some tokens are forbidden, but one is left at the least."""
-        banned, kept = self.flags(forbidden, *shape), self.whole(0, shape[1], shape[0], 1)
+        banned = self.flags(forbidden, *shape)
+        kept = self.whole(0, shape[1], shape[0], 1)
         left = ~banned.scatter(1, kept, False)
         return (spread * self.normal(*shape)).where(left, -torch.inf)
 

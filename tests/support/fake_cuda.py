@@ -55,7 +55,8 @@ class Account(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        given, name = _tensors((args, kwargs)), func.overloadpacket.__name__
+        given = _tensors((args, kwargs))
+        name = func.overloadpacket.__name__
         if name == "index_put_":  # the fake GPU takes it for pointwise work
             assert given[-1].device.type == "cuda", "a number of the host's is copied there"
         made = func(*args, **(kwargs or {}))
@@ -142,7 +143,8 @@ def trace_round(
 ) -> Trace:
     """Play a round of any shape that a server of this configuration can capture."""
     with fake_cuda(monkeypatch, run) as (gpu, account):
-        num_rows, width = 1 + num_groups, PROMPT + arena.max_arena(config)
+        num_rows = 1 + num_groups
+        width = PROMPT + arena.max_arena(config)
         tables = Tables.of(
             config,
             ops,

@@ -32,7 +32,8 @@ class FakeGPU(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        name, kwargs = func.overloadpacket.__name__, dict(kwargs or {})
+        name = func.overloadpacket.__name__
+        kwargs = dict(kwargs or {})
         leaves = tree_leaves((args, kwargs))
         if not any(map(_is_there, leaves)):
             return self._on_host(func, args, kwargs)

@@ -25,8 +25,14 @@ from sglang_smc.models.chains import Chains
 from sglang_smc.models.draft_layers import fuse_layers, quantize_layers
 from sglang_smc.models.forward import ParticleForward
 
-HIDDEN, MLP, Q_HEADS, KV_HEADS, HEAD_DIM, VOCAB_SIZE = 2048, 8192, 32, 8, 64, 512
-SLOTS, MAX_TAIL = 1000, 265
+HIDDEN = 2048
+MLP = 8192
+Q_HEADS = 32
+KV_HEADS = 8
+HEAD_DIM = 64
+VOCAB_SIZE = 512
+SLOTS = 1000
+MAX_TAIL = 265
 DTYPE = torch.bfloat16
 
 
@@ -41,7 +47,8 @@ def linear(kind: type, inputs: int, outputs: int, **how: Any) -> Any:
     """A projection of SGLang's, whose own product is torch's."""
     own = bare(kind)
     own.weight = torch.nn.Parameter(torch.empty(outputs, inputs, **how), requires_grad=False)
-    own.bias, own.quant_method = None, UnquantizedLinearMethod()
+    own.bias = None
+    own.quant_method = UnquantizedLinearMethod()
     own.forward = lambda rows: (torch.nn.functional.linear(rows, own.weight), None)
     return own
 
@@ -49,7 +56,8 @@ def linear(kind: type, inputs: int, outputs: int, **how: Any) -> Any:
 def norm(width: int, **how: Any) -> Any:
     own = bare(RMSNorm)
     own.weight = torch.nn.Parameter(torch.empty(width, **how), requires_grad=False)
-    own.variance_epsilon, own.variance_size_override = 1e-5, None
+    own.variance_epsilon = 1e-5
+    own.variance_size_override = None
     return own
 
 
@@ -64,9 +72,12 @@ def decoder_layer(
     **how: Any,
 ) -> Any:
     """A decoder layer without values, of the parts that SGLang's has."""
-    layer, own, gates = bare(kind), bare(attention), bare(mlp)
+    layer = bare(kind)
+    own = bare(attention)
+    gates = bare(mlp)
     q_heads, kv_heads, dim = heads
-    own.q_size, own.kv_size = q_heads * dim, kv_heads * dim
+    own.q_size = q_heads * dim
+    own.kv_size = kv_heads * dim
     inputs = hidden * (2 if kind is llama_eagle3.LlamaDecoderLayer else 1)
     own.qkv_proj = linear(QKVParallelLinear, inputs, own.q_size + 2 * own.kv_size, **how)
     own.o_proj = linear(RowParallelLinear, own.q_size, hidden, **how)
@@ -75,7 +86,8 @@ def decoder_layer(
     own.attn = RadixAttention(q_heads, dim, 0.125, kv_heads, layer_id=0)
     gates.gate_up_proj = linear(MergedColumnParallelLinear, hidden, 2 * wide, **how)
     gates.down_proj = linear(RowParallelLinear, wide, hidden, **how)
-    layer.self_attn, layer.mlp = own, gates
+    layer.self_attn = own
+    layer.mlp = gates
     for name in ("input_layernorm", "post_attention_layernorm", "hidden_norm"):
         setattr(layer, name, norm(hidden, **how))
     return layer
@@ -100,7 +112,8 @@ class FakeLlama(torch.nn.Module):
         return SimpleNamespace(next_token_logits=logits, hidden_states=None)
 
     def _stock(self, positions: torch.Tensor, hidden: torch.Tensor, batch: Any) -> Any:
-        attention, mlp = self.layer.self_attn, self.layer.mlp
+        attention = self.layer.self_attn
+        mlp = self.layer.mlp
         hidden = attention(positions, self._norm(hidden), batch)
         gate_up, _ = mlp.gate_up_proj(self._norm(hidden))
         self._account.calls.append("silu_and_mul")

@@ -15,7 +15,9 @@ VOCAB = 64
 # Behind a token of NaN all logits are NaN; right behind one of infinity, one of them is infinite.
 TARGET_NAN, TARGET_INF, DRAFT_NAN, DRAFT_INF = RARE = (63, 62, 61, 60)
 OVERFLOWS = 7  # the token whose logit is infinite
-_CONSTANT, _SIGNAL = 0, 1  # dimensions of the residual stream that no layer writes to
+# dimensions of the residual stream that no layer writes to
+_CONSTANT = 0
+_SIGNAL = 1
 _RARE_LOGIT = -60.0
 
 
@@ -30,12 +32,14 @@ def fault_pair(folder: Path) -> tuple[str, str]:
 def _save(path: Path, seed: int, *, nan: int, infinite: int) -> str:
     made: dict[str, Any] = {"vocab_size": VOCAB, "scale": 0.3, "seed": seed}
     model = LlamaForCausalLM.from_pretrained(make_tiny_model(path, **made), dtype=torch.float32)
-    embeddings, head = model.model.embed_tokens.weight, model.lm_head.weight
+    embeddings = model.model.embed_tokens.weight
+    head = model.lm_head.weight
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight[[_CONSTANT, _SIGNAL]] = 0.0
             layer.mlp.down_proj.weight[[_CONSTANT, _SIGNAL]] = 0.0
-        embeddings[:, _CONSTANT], embeddings[:, _SIGNAL] = 3.0, 0.0
+        embeddings[:, _CONSTANT] = 3.0
+        embeddings[:, _SIGNAL] = 0.0
         head[:, [_CONSTANT, _SIGNAL]] = 0.0
         head[list(RARE), _CONSTANT] = _RARE_LOGIT
         # The norm leaves at most sqrt(hidden) of the signal, here over 2: more than float32.

@@ -26,9 +26,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sglang_smc_tools.distill.checkpoints import load_head, new_head
 
-EAGLE3, HOT, APART, DFLASH = "eagle3", "eagle3 of hot tokens", "an MTP layer apart", "dflash"
-DSPARK, GATED, PART = "dspark", "dspark, gated", "dspark of hot tokens, with states"
-DFLASH2, DOMINO, LILICORR = "dflash2", "domino", "lilicorr"
+EAGLE3 = "eagle3"
+HOT = "eagle3 of hot tokens"
+APART = "an MTP layer apart"
+DFLASH = "dflash"
+DSPARK = "dspark"
+GATED = "dspark, gated"
+PART = "dspark of hot tokens, with states"
+DFLASH2 = "dflash2"
+DOMINO = "domino"
+LILICORR = "lilicorr"
 BLOCKS = (DFLASH, DFLASH2, DOMINO, LILICORR, DSPARK, GATED, PART)
 KINDS = (EAGLE3, HOT, APART, *BLOCKS)
 DERIVED = (
@@ -114,7 +121,8 @@ class Draft:
         self.model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
         whole = str(Path(folder).with_name("whole")) if kind in DERIVED else folder
         self.head: Any = load_head(whole, target).double().eval()
-        self.kind, self.num_steps = kind, num_steps
+        self.kind = kind
+        self.num_steps = num_steps
         self.own = read(Path(folder))[1] if kind == PART else {}
         self.markov = markov_head(Path(folder)) if kind in (GATED, PART) else None
         self.correcting = Correcting(self.model, Path(folder)) if kind == DOMINO else None
@@ -130,7 +138,8 @@ class Draft:
         """
         states = self.model(texts, output_hidden_states=True).hidden_states
         features = torch.cat([states[layer + 1] for layer in self.head.layer_ids], -1)
-        embed, columns = self.model.get_input_embeddings(), anchors.unsqueeze(1)
+        embed = self.model.get_input_embeddings()
+        columns = anchors.unsqueeze(1)
         if self.kind in BLOCKS:
             mask = embed(torch.tensor(self.head.mask_token_id))
             if self.selecting is not None:
@@ -198,9 +207,12 @@ LAYOUTS = {"qwen2": MIMO, "qwen3_5_text": QWEN, "qwen3_5_moe_text": QWEN}
 
 def add_mtp_layer(target: str) -> None:
     """Add a random MTP layer to a checkpoint; one of Qwen2 is MiMo's then."""
-    folder, config = Path(target), AutoConfig.from_pretrained(target)
-    family, width = config.model_type, config.hidden_size
-    layout, last = LAYOUTS.get(family, NEXTN), f"layers.{config.num_hidden_layers - 1}."
+    folder = Path(target)
+    config = AutoConfig.from_pretrained(target)
+    family = config.model_type
+    width = config.hidden_size
+    layout = LAYOUTS.get(family, NEXTN)
+    last = f"layers.{config.num_hidden_layers - 1}."
     weights = load_file(folder / "model.safetensors")
     draw = torch.Generator().manual_seed(4)
     like = {name: value for name, value in weights.items() if last in name}
@@ -242,7 +254,8 @@ class PairDraft:
     @torch.no_grad()
     def laws(self, texts: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """As `Draft.laws`; the pair of x_{i + 1} and the state at i has position i."""
-        before, found = self.states(texts)[:, :-1].clone(), []
+        before = self.states(texts)[:, :-1].clone()
+        found = []
         row = torch.arange(len(texts))
         for step in range(self.num_steps):
             own, logits = self.run(texts[:, 1:], before)
@@ -257,10 +270,13 @@ class MTPDraft(PairDraft):
 
     def __init__(self, target: str, num_steps: int) -> None:
         super().__init__(target, num_steps)
-        self.config, options = self.model.config, dict(OPTIONS)
+        self.config = self.model.config
+        options = dict(OPTIONS)
         self.layout = layout = LAYOUTS.get(self.config.model_type, NEXTN)
-        config, count = self.config, self.config.num_hidden_layers
-        weights, prefix = load_file(Path(target, "model.safetensors")), layout.prefix_of(config)
+        config = self.config
+        count = self.config.num_hidden_layers
+        weights = load_file(Path(target, "model.safetensors"))
+        prefix = layout.prefix_of(config)
         parts = ("token", "state", "join", "last")
         names = {part: f"{prefix}{getattr(layout, part)}.weight" for part in parts}
         self.own = {part: weights[name].double() for part, name in names.items()}
@@ -294,7 +310,8 @@ class MTPDraft(PairDraft):
         return torch.cat(parts, -1) @ self.own["join"].T
 
     def run(self, tokens: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        pairs, length = self._pairs(tokens, before), tokens.shape[1]
+        pairs = self._pairs(tokens, before)
+        length = tokens.shape[1]
         mask = torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)[None, None]
         rotary = self.model.model.rotary_emb(pairs, torch.arange(length).unsqueeze(0))
         output = self.layer(pairs, position_embeddings=rotary, attention_mask=mask)

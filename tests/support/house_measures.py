@@ -6,7 +6,7 @@ python tests/support/house_measures.py      prints the measures
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,8 @@ def measured() -> dict[str, int | list[str]]:
     """The first three are of one round of mode smc with K = 3, by its calls."""
     from sglang_smc.round.batch import RoundShape
 
-    codes, shape = calls_of_a_round(), RoundShape.__annotations__
+    codes = calls_of_a_round()
+    shape = RoundShape.__annotations__
     files = [code.co_filename for code in codes]
     functions = list(functions_of(set(codes)))
     package = lines_in("sglang_smc")
@@ -95,7 +96,8 @@ def calls_of_a_round() -> list[CodeType]:
     own = toy(2, limit=60, num_particles=8, num_steps=3)
     reqs: Any = own.begin([1, 2])
     own.reserve(reqs)
-    inputs, shape = RoundInputs.of(own.batch(reqs), own.device), shape_of(reqs)
+    inputs = RoundInputs.of(own.batch(reqs), own.device)
+    shape = shape_of(reqs)
     calls: list[CodeType] = []
     folders = tuple(f"{ROOT / folder}/" for folder in OWN)
 
@@ -129,10 +131,10 @@ def wide_functions() -> list[str]:
     return [name for name, args in each if len({a.arg for a in args} - {"self", "cls"}) >= 8]
 
 
-def packed_assignments() -> list[str]:
+def packed_assignments(paths: Iterable[Path]) -> list[str]:
     """Return assignments of several values to several names, `a, b = x, y`, but for swaps."""
     found = []
-    for path in sources():
+    for path in paths:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
                 packed = [target for target in node.targets if isinstance(target, ast.Tuple)]

@@ -94,7 +94,8 @@ def running_server(
         arguments: as `sgl.Engine` takes them, over the tests' defaults.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    port, log = free_port(), folder / "server.log"
+    port = free_port()
+    log = folder / "server.log"
     given = {**ENGINE_DEFAULTS, "skip_server_warmup": False, "log_level": "info", **arguments}
     command = ["-m", "sglang.launch_server", "--port", str(port), *flags_of(given)]
     with log.open("w") as sink, warm.cold() if cold else contextlib.nullcontext():
@@ -112,7 +113,8 @@ def running_server(
 @contextlib.contextmanager
 def running_router(folder: Path, workers: Sequence[str], num_workers: int) -> Iterator[Server]:
     """SGLang's own router for the ``with`` block, once it finds all of its workers healthy."""
-    port, log = free_port(), folder / "router.log"
+    port = free_port()
+    log = folder / "router.log"
     command = [sys.executable, "-m", "sglang_router.launch_router", "--port", str(port), *workers]
     with log.open("w") as sink:
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)

@@ -77,7 +77,8 @@ class SteppedScheduler(Scheduler):
     def init_ipc_channels(self, port_args: PortArgs) -> None:
         pipes: Any = [Pipe() for _ in range(4)]
         self.inbox, self.outbox, self.control, rpc = pipes
-        self.recv_from_tokenizer, self.load_snapshot_writer = self.inbox, None
+        self.recv_from_tokenizer = self.inbox
+        self.load_snapshot_writer = None
         self.ipc_channels = SchedulerIpcChannels(
             recv_from_tokenizer=self.inbox,
             recv_from_rpc=rpc,
@@ -116,7 +117,8 @@ class SteppedScheduler(Scheduler):
 @contextmanager
 def _retracting(named: Container[str]) -> Iterator[None]:
     """Have these requests of a batch be the first to lose their KV."""
-    order, fits = ScheduleBatch._get_decode_retraction_order, ScheduleBatch.check_decode_mem
+    order = ScheduleBatch._get_decode_retraction_order
+    fits = ScheduleBatch.check_decode_mem
 
     def named_last(reqs: list[Req]) -> list[int]:
         return sorted(order(reqs), key=lambda i: reqs[i].rid in named)
@@ -138,7 +140,8 @@ class Reply:
     """What a client has heard of one request; `chunks` are pairs of step and tokens."""
 
     def __init__(self, rid: str, tokenizer: Any) -> None:
-        self.rid, self._tokenizer = rid, tokenizer
+        self.rid = rid
+        self._tokenizer = tokenizer
         self.chunks: list[tuple[int, list[int]]] = []
         self.meta: dict[str, Any] = {"num_retractions": 0}
         self.logprobs: list[float] = []  # of the output, where they are asked for
@@ -279,7 +282,8 @@ class Server:
             every: steps between two arrivals; 0 for all at once.
             aborted: indices of those that leave once they have ``after`` tokens.
         """
-        replies, leaving = [], []
+        replies = []
+        leaving = []
         for index, given in enumerate(requests):
             replies.append(self.send(**given))
             leaving += replies[-1:] if index in aborted else []

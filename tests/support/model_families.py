@@ -32,7 +32,8 @@ def make_family(path: Path, family: str, *, seed: int = 0, **changes: Any) -> st
 
     There is no image processor beside one that takes images: whatever asks for it fails.
     """
-    config, takes_images = CONFIGS[family], "vision_config" in CONFIGS[family]
+    config = CONFIGS[family]
+    takes_images = "vision_config" in CONFIGS[family]
     whole: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": EOS}
     if not takes_images:
         whole |= {"vocab_size": VOCAB, "initializer_range": 0.3, "tie_word_embeddings": False}

@@ -75,7 +75,8 @@ def places(file: str) -> list[list[tuple[str, int, int]]]:
     from cosmic_ray.ast import ast_nodes, get_ast
 
     source = (ROOT / file).read_text()
-    skipped, tree = spans_of_types(source), get_ast(source)
+    skipped = spans_of_types(source)
+    tree = get_ast(source)
     found: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
     for name in sorted(plugins.operator_names()):
         if "Variable" in name:  # they need arguments of their own
@@ -183,7 +184,8 @@ class Recorder:
 
     def result(self) -> Coverage:
         self.coverage.stop()
-        data, of_lines = self.coverage.get_data(), {}
+        data = self.coverage.get_data()
+        of_lines = {}
         for file in files():
             lines = data.contexts_by_lineno(str(ROOT / file))
             of_lines[file] = {str(line): sorted(filter(None, of)) for line, of in lines.items()}
@@ -213,7 +215,8 @@ def selected(mutant: Mutant, coverage: Coverage) -> list[str]:
     """
     lines = coverage.tests[mutant.file]
     tests = lines.get(str(mutant.line)) or sorted({t for some in lines.values() for t in some})
-    found, total = [], 0.0
+    found = []
+    total = 0.0
     for test in sorted(tests, key=lambda test: (coverage.seconds[test], test)):
         total += coverage.seconds[test]
         if found and total > MOST_SECONDS:
@@ -246,7 +249,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--only", help="a file of the package")
     options = parser.parse_args()
-    chosen, output = sample(options.count, options.only), options.output
+    chosen = sample(options.count, options.only)
+    output = options.output
     done = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
     known = output.with_suffix(".coverage.json")
     if not known.exists():

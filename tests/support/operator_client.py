@@ -70,7 +70,8 @@ class Stream:
     """A long answer, read as far as a test wants."""
 
     def __init__(self, chunks: Iterator[dict[str, Any]], rid: str) -> None:
-        self.rid, self._chunks = rid, chunks
+        self.rid = rid
+        self._chunks = chunks
         self.last = self.next()
 
     def next(self) -> dict[str, Any]:
@@ -171,7 +172,8 @@ class Operator(Server):
         """A process group of this process, as rank 0, and the server."""
         from sglang.srt.utils import init_custom_process_group
 
-        port, own = free_port(), {"world_size": 2, "group_name": GROUP, "backend": "gloo"}
+        port = free_port()
+        own = {"world_size": 2, "group_name": GROUP, "backend": "gloo"}
         theirs = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1}
         with ThreadPoolExecutor(1) as pool:
             union = pool.submit(self.post, "/init_weights_update_group", **own, **theirs)

@@ -27,7 +27,8 @@ def attend_by_hand(
         keys: that it sees, ``[number, kv_heads, head_dim]``; values likewise.
     """
     scaling, cap, sinks, value_scale = softmax
-    group, output = len(query) // keys.shape[1], []
+    group = len(query) // keys.shape[1]
+    output = []
     for head, own in enumerate(query.double()):
         scores = keys[:, head // group].double() @ own * scaling
         if cap:
@@ -69,13 +70,15 @@ class Case(NamedTuple):
         for g, n in self.present.nonzero().tolist():
             for c in range(min(int(self.open_columns[g]), self.query.shape[2])):
                 slots = self.seen(g, n, c)
-                keys, values = self.keys[slots], self.values[slots]
+                keys = self.keys[slots]
+                values = self.values[slots]
                 output[g, n, c] = attend_by_hand(self.query[g, n, c], keys, values, self.softmax)
         return output
 
     def seen(self, g: int, n: int, c: int) -> torch.Tensor:
         """Slots of the keys that a query sees, in the order of their positions."""
-        committed, end = int(self.committed[g]), int(self.last_seen()[g, n, c]) + 1
+        committed = int(self.committed[g])
+        end = int(self.last_seen()[g, n, c]) + 1
         prefix = self.req_to_token[self.rows[g], :committed]
         place = torch.arange(committed, end) % self.tails.shape[1]
         tail = self.tails[self.particle_rows[g, n], place]
@@ -129,7 +132,8 @@ def make_case(
         open_columns: ``[G]`` how many of the columns each request has itself; None for all.
         layer: further fields of the case, from ``softmax`` on.
     """
-    generator, first_key = torch.Generator().manual_seed(0), layer.get("first_key", 0)
+    generator = torch.Generator().manual_seed(0)
+    first_key = layer.get("first_key", 0)
     starts = torch.tensor([[a or 0 for a in row] for row in ahead])
     size, num_particles = starts.shape
     longest = int(starts.max()) + num_columns
@@ -138,7 +142,8 @@ def make_case(
     filler = free.pop()  # where nothing stands
     table = torch.full((size + 1, max(committed)), filler, dtype=torch.int32)
     rows = torch.randperm(size + 1, generator=generator)[:size]
-    num_rows, width = size * (num_particles + 1), 1 << longest.bit_length()
+    num_rows = size * (num_particles + 1)
+    width = 1 << longest.bit_length()
     tails = torch.full((num_rows, width), filler, dtype=torch.int32)
     others = torch.randperm(num_rows, generator=generator)[: size * num_particles]
     particle_rows = others.view(size, num_particles)

@@ -22,7 +22,9 @@ from sglang_smc.options.server import SMCConfig
 from sglang_smc.smc.ops import Ops
 from sglang_smc.state.texts import skip_prompt
 
-EOS, VOCAB, LONGEST = 0, 3, 34
+EOS = 0
+VOCAB = 3
+LONGEST = 34
 CONFIGS = {
     "usual": SMCConfig(num_particles=4, num_steps=3, max_lag=8),
     "long tails": SMCConfig(num_particles=3, num_steps=2, max_lag=30),
@@ -64,7 +66,8 @@ class CheckedSlots(SlotModel):
     def chain_logits(self, chains: Chains) -> torch.Tensor:
         logits = super().chain_logits(chains)
         tokens, starts, slots, locations = chains[:4]
-        hashes, read = self.hashes_of(self.texts(locations)), self.slots_of(locations)
+        hashes = self.hashes_of(self.texts(locations))
+        read = self.slots_of(locations)
         places = starts.unsqueeze(2) + torch.arange(tokens.shape[2])
         self._hashes[slots] = hashes.gather(2, places.clamp_max(hashes.shape[2] - 1))
         ends = ((places + 1) * (slots > 0)).amax(2, keepdim=True)  # 0: nothing is read
@@ -97,7 +100,9 @@ class PoolProgram(ToyWorker):
         drawn[0, 0] = torch.nan  # a few texts break
         sizes = {"num_requests": num_rows, "max_new_tokens": LONGEST, "eos": EOS}
         super().__init__(config, *map(Language, drawn), **sizes, ops=ops, budgets=budgets)
-        self.rng, self.overlap, self.choices = rng, overlap, budgets
+        self.rng = rng
+        self.overlap = overlap
+        self.choices = budgets
         self.budget: Budget | None = None
         self.running: dict[int, ToyRequest] = {}
         self.committed = [0] * (1 + num_rows)  # on the device
@@ -189,13 +194,16 @@ class PoolProgram(ToyWorker):
         return batch
 
     def play(self, reqs: list[ToyRequest]) -> None:
-        before, ledger = self.table.clone(), self.worker._tables.ledger
+        before = self.table.clone()
+        ledger = self.worker._tables.ledger
         result = self.play_round(reqs)
         self.check_owned()
         assert (ledger.rank[1:] == ledger.free_rank).all(), "marks were left behind"
         for group, req in enumerate(reqs):
-            committed, allocated = self.committed[req.row], req.smc_state.arena[1]
-            row, was = self.table[req.row], before[req.row]
+            committed = self.committed[req.row]
+            allocated = req.smc_state.arena[1]
+            row = self.table[req.row]
+            was = before[req.row]
             assert torch.equal(row[:committed], was[:committed]), "committed slots moved"
             assert torch.equal(row[allocated:], was[allocated:]), "not its own yet"
             self.committed[req.row] += int(result.accept_lens[group])
@@ -232,13 +240,12 @@ class PoolProgram(ToyWorker):
         assert self.draft.has_read(slots, text)[~marked].all(), "unread, and without a mark"
 
     def note(self, result: Any, group: int, req: ToyRequest) -> None:
-        state, tails = (
-            req.smc_state,
-            self.worker._tables.particles.gather(
-                torch.tensor([req.row]), self.config.num_particles, arena.max_tail(self.config)
-            )[0],
-        )
-        emits, waits = int(result.accept_lens[group]) > 0, int(tails.lengths.max()) > 0
+        state = req.smc_state
+        tails = self.worker._tables.particles.gather(
+            torch.tensor([req.row]), self.config.num_particles, arena.max_tail(self.config)
+        )[0]
+        emits = int(result.accept_lens[group]) > 0
+        waits = int(tails.lengths.max()) > 0
         ended = tails.ended[tails.present]
         for what, is_so in {
             "broken": bool(result.outcome.failure[group] > 0),

@@ -31,7 +31,8 @@ def population_of(
     for group, of_group in enumerate(tails):
         for particle, tail in enumerate(of_group):
             tokens[group, particle, : len(tail)] = torch.tensor(tail, dtype=torch.int64)
-    per_particle, per_group = torch.zeros_like(lengths), torch.zeros_like(lengths[:, 0])
+    per_particle = torch.zeros_like(lengths)
+    per_group = torch.zeros_like(lengths[:, 0])
     before = torch.tensor(last_emitted) if last_emitted else per_particle
     begun = {
         "texts": torch.cat([per_particle.unsqueeze(2), before.unsqueeze(2), tokens], dim=2),

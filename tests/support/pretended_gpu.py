@@ -103,7 +103,8 @@ def main() -> None:
             if hasattr(module, name):
                 setattr(module, name, lambda *_, **__: MEMORY)
     load_plugins()
-    asked, sizes = json.load(sys.stdin), [int(one) for one in sys.argv[1:] if one != BLACKWELL]
+    asked = json.load(sys.stdin)
+    sizes = [int(one) for one in sys.argv[1:] if one != BLACKWELL]
     for size in sizes or [MEMORY]:
         hold(size)
         for arguments in asked:

@@ -18,7 +18,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 
 from sglang_smc_tools.distill.heads import Midlayer
 
-EAGLE, EAGLE_QWEN2 = "eagle", "eagle of qwen2"
+EAGLE = "eagle"
+EAGLE_QWEN2 = "eagle of qwen2"
 IDS = "eagle_aux_hidden_state_layer_ids"
 FULL = "eagle3 with all that one may have"
 WINDOW = 9  # pairs that the first layer of it attends to, a pair's own among them
@@ -98,13 +99,15 @@ class LatentLayer(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
+        width = config.hidden_size
+        eps = config.rms_norm_eps
         self.self_attn = DeepseekV3Attention(config, 0)
         for name in ("q_a_proj", "kv_a_proj_with_mqa"):
             size = self.self_attn.get_submodule(name).out_features
             setattr(self.self_attn, name, nn.Linear(2 * width, size, bias=False))
         self.mlp = DeepseekV3MLP(config)
-        self.input_layernorm, self.hidden_norm = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
+        self.input_layernorm = nn.RMSNorm(width, eps)
+        self.hidden_norm = nn.RMSNorm(width, eps)
         self.post_attention_layernorm = nn.RMSNorm(width, eps)
 
 
@@ -119,7 +122,9 @@ class Published(nn.Module):
     def __init__(self, told: dict[str, Any]) -> None:
         super().__init__()
         self.config: Any = AutoConfig.for_model(**told, attn_implementation="sdpa")
-        width, eps, count = told["hidden_size"], told["rms_norm_eps"], told["num_hidden_layers"]
+        width = told["hidden_size"]
+        eps = told["rms_norm_eps"]
+        count = told["num_hidden_layers"]
         self.layer_ids: list[int] | None = told.get("eagle_config", {}).get(IDS)
         self.embed_tokens = nn.Embedding(told["vocab_size"], width)
         first = {"deepseek_v3": LatentLayer, "qwen3": NormedFirst}.get(told["model_type"], Midlayer)
@@ -154,7 +159,8 @@ class Published(nn.Module):
         """Return the last layer's output ``[R, L, H]`` for pairs."""
         at = self.rotary(before, torch.arange(before.shape[1]).unsqueeze(0))
         if self.layer_ids is None:
-            hidden, later = self.fc(torch.cat([embedded, before], -1)), self.layers
+            hidden = self.fc(torch.cat([embedded, before], -1))
+            later = self.layers
         else:
             seen = self.mask(before.shape[1])
             hidden = self.layers[0](embedded, before, at, DynamicCache(), seen)

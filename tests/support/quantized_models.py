@@ -8,9 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-TENSOR, CHANNEL, BLOCK = "tensor", "channel", "block"
-FP8, INT8 = torch.float8_e4m3fn, torch.int8
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+TENSOR = "tensor"
+CHANNEL = "channel"
+BLOCK = "block"
+FP8 = torch.float8_e4m3fn
+INT8 = torch.int8
 LIMITS = {FP8: 448.0, INT8: 127.0}
 SIDE = 128  # of a block
 

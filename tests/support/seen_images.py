@@ -79,7 +79,8 @@ def questions(family: str, behind: int = 0) -> list[tuple[str, list[Image.Image]
         family: of the target.
         behind: words of text after the images.
     """
-    one, other = picture(1, 48), picture(2, 80)
+    one = picture(1, 48)
+    other = picture(2, 80)
     mark = WORDS.get(family, OF_QWEN)[1]
     about = f"t5 {mark} t7"
     both = f"{mark} t8 {about} t9", [other, one]
@@ -116,7 +117,8 @@ def read(scheduler: Any, text: str, images: list[Image.Image]) -> dict[str, Any]
 def check_images(engine: Any, family: str) -> None:
     """Ask an engine about images in all modes: they are seen, cached, and read anew."""
     asked = questions(family) * len(MODES)
-    params, texts = [params_of(i) for i in range(len(asked))], [text for text, _ in asked]
+    params = [params_of(i) for i in range(len(asked))]
+    texts = [text for text, _ in asked]
     images = [of or None for _, of in asked]
     answers = engine.generate(texts, params, image_data=images, return_logprob=True)
     infos = [answer["meta_info"] for answer in answers]

@@ -33,14 +33,19 @@ class Caller:
     """Calls a benchmark, with the same ``common`` words each time; remembers what it asks."""
 
     def __init__(self, main: Callable[..., int], folder: Path, common: Sequence[str] = ()) -> None:
-        self.main, self.folder, self.common = main, folder, common
+        self.main = main
+        self.folder = folder
+        self.common = common
         self.asked: list[tuple[str, Any]] = []
         self.started: list[str] = []
-        self.budget, self.said = [0], ""
+        self.budget = [0]
+        self.said = ""
 
     def __call__(self, *arguments: str, last: int = 10**6) -> int:
         """Return the exit status; engines are interrupted after ``last`` answers."""
-        self.asked, self.started, self.budget = [], [], [last]
+        self.asked = []
+        self.started = []
+        self.budget = [last]
         words = [*self.common, "--output-dir", str(self.folder), *arguments]
         with contextlib.redirect_stderr(io.StringIO()) as errors:
             status = self.main(words)
@@ -64,7 +69,9 @@ class Runner(Caller):
         common: Sequence[str],
     ) -> None:
         super().__init__(study.main, folder / "out", common)
-        self.study, self.reply, self._published = study, reply, folder / "published"
+        self.study = study
+        self.reply = reply
+        self._published = folder / "published"
         if study.report.plot:
             drawn = replace(study.report, plot=lambda _, path: path.write_text("a picture"))
             patch.setattr(study, "report", drawn)
@@ -144,7 +151,10 @@ class FakeEngine:
         budget: list[int],
         breaks_at: int | None = None,
     ) -> None:
-        self.system, self.asked, self.budget, self.breaks_at = system, asked, budget, breaks_at
+        self.system = system
+        self.asked = asked
+        self.budget = budget
+        self.breaks_at = breaks_at
         self.count = 0
 
     def internal_state(self) -> dict[str, Any]:

@@ -79,7 +79,8 @@ def tiny_tokenizer(
     vocab_size: int, eos: int, last: tuple[str, ...] = (), **special: Any
 ) -> PreTrainedTokenizerFast:
     words = [*(f"t{i}" for i in range(vocab_size - len(last))), *last]
-    words[0], words[eos] = "<pad>", "<eos>"
+    words[0] = "<pad>"
+    words[eos] = "<eos>"
     word_level = models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>")
     tokenizer = Tokenizer(word_level)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -10,7 +10,8 @@ from sglang_smc.proposers.ngram import Corpus
 
 Tree = dict[int, Any]  # token -> what may follow it
 
-NUM_NODES, DEPTH = 5, 4
+NUM_NODES = 5
+DEPTH = 4
 _TREES: tuple[Tree, ...] = (
     {1: {1: {1: {1: {}}}}},
     {0: {1: {}, 0: {}}, 1: {}},
@@ -26,7 +27,8 @@ def tree_behind(context: list[int]) -> Tree:
 
 def answer(last: int, tree: Tree, num_nodes: int) -> tuple[list[int], np.ndarray]:
     """Tokens ``[T]`` and mask ``[T, T]`` of a tree, filled up as SGLang does."""
-    tokens, above = [last], [[0]]
+    tokens = [last]
+    above = [[0]]
     queue = [([0], tree)]
     while queue:
         path, here = queue.pop(0)

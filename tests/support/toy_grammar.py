@@ -54,7 +54,8 @@ def potential(language: Language, regex: str) -> dict[Text, float]:
 
 def _legal_texts(regex: str) -> set[Text]:
     """Whole texts, filled up with EOS, and those that the length limit cuts short."""
-    pattern, longest = re.compile(regex), LENGTH + 3
+    pattern = re.compile(regex)
+    longest = LENGTH + 3
     words = [
         "".join(word)
         for length in range(longest + 1)

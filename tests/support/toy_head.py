@@ -20,7 +20,8 @@ class ReadSlots:
     merges = True
 
     def __init__(self, model: SlotModel, head: EagleHead) -> None:
-        self.model, self.head = model, head
+        self.model = model
+        self.head = head
 
     def chain_logits(self, chains: Chains) -> torch.Tensor:
         logits = self.model.chain_logits(chains)
@@ -36,7 +37,8 @@ class FromStates:
     """
 
     def __init__(self, language: Language, target: SlotModel) -> None:
-        self.language, self.target = language, target
+        self.language = language
+        self.target = target
         self.keys = torch.full_like(target._tokens, -1)  # [slots]
 
     attn_backend: Any = None
@@ -72,7 +74,8 @@ class HeadWorker(ToyWorker):
     """A worker whose draft is a head."""
 
     def _make_worker(self, num_slots: int) -> Any:
-        worker, columns = super()._make_worker(num_slots), self.config.num_steps + 1
+        worker = super()._make_worker(num_slots)
+        columns = self.config.num_steps + 1
         ledger = worker._tables.ledger
         self.states = StateTable.of(ledger, num_columns=columns, width=1, dtype=torch.float32)
         forward: Any = FromStates(self.draft.language, self.target)

@@ -12,7 +12,10 @@ from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import FIELDS, SMCConfig
 from sglang_smc.smc.ops import Ops
 
-VOCAB, EOS, LENGTH, NUM_RUNS = 3, 2, 5, 1200
+VOCAB = 3
+EOS = 2
+LENGTH = 5
+NUM_RUNS = 1200
 Text = tuple[int, ...]
 SCRIPTS = {  # budgets of rounds in turn, for servers with N = 4
     "fewer": (Budget(4, 1), Budget(2, 1)),
@@ -123,7 +126,8 @@ def p_value(outcome: Outcome, expected: dict[Text, float]) -> float:
 
 def total_variation(outcome: Outcome, masses: Mapping[Text, float], power: float = 1.0) -> float:
     """Distance of what came out to the law of these masses to a power, normalised."""
-    found, size = frequencies(outcome), len(outcome.outputs)
+    found = frequencies(outcome)
+    size = len(outcome.outputs)
     total = sum(mass**power for mass in masses.values())
     each = masses.items()
     return 0.5 * sum(abs(found.get(text, 0) / size - mass**power / total) for text, mass in each)
@@ -138,11 +142,13 @@ def assert_properly_weighted(
     correct code fails at 1 in 10,000 draws; the error of a text is no less than that of its count.
     """
     masses = {text: mass**power for text, mass in masses.items()}
-    evidence, size = outcome.log_evidence.exp(), len(outcome.outputs)
+    evidence = outcome.log_evidence.exp()
+    size = len(outcome.outputs)
     texts, which = outcome.outputs.unique(dim=0, return_inverse=True)
     is_possible = torch.tensor([masses[tuple(text)] > 0 for text in texts.tolist()])
     assert not evidence[~is_possible[which]].any(), "a text weighs that has no mass"
-    largest, counts = sorted(masses, key=lambda text: -masses[text])[:12], frequencies(outcome)
+    largest = sorted(masses, key=lambda text: -masses[text])[:12]
+    counts = frequencies(outcome)
     likeliest = [text for text in largest if counts.get(text, 0) >= 20]  # else no normal law
     picked = [(outcome.outputs == torch.tensor(text)).all(1) for text in likeliest]
     lines = torch.stack([evidence, *(evidence * one for one in picked)])

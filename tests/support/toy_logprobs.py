@@ -63,7 +63,8 @@ class AskingWorker(ToyWorker):
             return result
         tokens = result.next_token_ids.view(len(reqs), -1)
         counts = result.accept_lens.tolist()
-        output, settled = result.logits_output, result.outcome.extras["return_logprob"]
+        output = result.logits_output
+        settled = result.outcome.extras["return_logprob"]
         tails = each_tensor(torch.Tensor.cpu, settled.tails)
         deliver(output, tails, counts, reqs)  # type: ignore[arg-type]
         batch = self.batch(reqs)

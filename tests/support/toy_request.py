@@ -56,12 +56,15 @@ class ToyRequest:
         self, row: int, vocab_size: int, limit: int, asked: dict[str, Any], grammar: Any
     ) -> None:
         self.row = self.req_pool_idx = row
-        self.retraction_count, self.eos_token_ids = 0, None
+        self.retraction_count = 0
+        self.eos_token_ids = None
         self.rid = str(row)
         self.custom_logit_processor = asked.get("custom_logit_processor")
         self.to_finish: Any = None
-        self.origin_input_ids, self.multimodal_inputs = list(PROMPT), None
-        self.origin_input_ids_unpadded, self.decoded_text = list(PROMPT), ""
+        self.origin_input_ids = list(PROMPT)
+        self.multimodal_inputs = None
+        self.origin_input_ids_unpadded = list(PROMPT)
+        self.decoded_text = ""
         self.output_ids: list[int] = []
         self.spec_correct_drafts_histogram: list[int] = []
         self.stream = False
@@ -70,7 +73,8 @@ class ToyRequest:
         self.tokenizer = Letters(vocab_size)
         self.kv_committed_len = self.cache_protected_len = len(PROMPT)
         self.kv = self  # in the oldest release these lengths are the request's own, later its kv's
-        self.return_logprob, self.lora_id = False, None
+        self.return_logprob = False
+        self.lora_id = None
         self.logprob: Any = None
         self.sampling_params = SimpleNamespace(**{**ASKED, "max_new_tokens": limit, **asked})
 

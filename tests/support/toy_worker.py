@@ -96,7 +96,8 @@ class SlotModel:
 
     def contexts(self, chains: Chains) -> torch.Tensor:
         """Contexts ``[G, N, C]`` of the texts up to each token of a chain."""
-        num_columns, read = chains.tokens.shape[2], self.texts(chains.locations)
+        num_columns = chains.tokens.shape[2]
+        read = self.texts(chains.locations)
         read = read.unsqueeze(2).expand(-1, -1, num_columns, -1).flatten(0, 2)
         ends = chains.starts.unsqueeze(2) + torch.arange(1, 1 + num_columns, device=read.device)
         return Language.contexts(read, ends.flatten()).view(chains.tokens.shape)
@@ -166,12 +167,19 @@ class ToyWorker:
         corpus: Corpus | None = None,
         runners: Mapping[str, PotentialRunner] = MappingProxyType({}),
     ) -> None:
-        self.ops, self.grammar, self.corpus, self.runners = ops, grammar, corpus, runners
+        self.ops = ops
+        self.grammar = grammar
+        self.corpus = corpus
+        self.runners = runners
         self.asked = asked if isinstance(asked, tuple) else (asked or {},)
         if config.adaptive == "auto":
             config = replace(config, adaptive="off" if budgets == (None,) else "on")
-        self.config, self.limit, self.eos, self.chosen = config, max_new_tokens, eos, chosen
-        self.budgets, self.num_reserved = budgets, 0
+        self.config = config
+        self.limit = max_new_tokens
+        self.eos = eos
+        self.chosen = chosen
+        self.budgets = budgets
+        self.num_reserved = 0
         width = len(PROMPT) + max_new_tokens + arena.max_arena(config)
         num_slots = 1 + num_requests * width
         device = target.logits.device
@@ -190,8 +198,10 @@ class ToyWorker:
         self.worker = self._make_worker(num_slots)
 
     def _make_worker(self, num_slots: int) -> SMCWorker:
-        worker, config = SMCWorker.__new__(SMCWorker), self.config
-        worker.config, worker.device = config, self.device
+        worker = SMCWorker.__new__(SMCWorker)
+        config = self.config
+        worker.config = config
+        worker.device = self.device
         room: Any = {"num_slots": num_slots, "vocab_size": self.vocab_size, "device": self.device}
         worker._tables = tables = Tables.of(config, self.ops, self.table, **room)
         models: Any = self.target, self.draft
@@ -250,7 +260,8 @@ class ToyWorker:
         outcome = result.outcome
         if (particles := outcome.extras.get("return_particles")) is not None:
             req.particles = particles_of(req, particles, group)  # type: ignore[arg-type]
-        state, firsts = req.smc_state, outcome.first_tokens
+        state = req.smc_state
+        firsts = outcome.first_tokens
         if has_open_token(req) and (token := int(firsts[group])) >= 0:  # type: ignore[arg-type]
             registry.close_token(req, token)  # type: ignore[arg-type]
         state.take(outcome.counters[group].tolist(), replayed=False)
@@ -312,7 +323,8 @@ class ToyWorker:
         budget = self.budgets[self.num_reserved % len(self.budgets)]
         self.num_reserved += 1
         for req in reqs:
-            state, committed = state_of(req), upstream.kv_of(req).kv_committed_len
+            state = state_of(req)
+            committed = upstream.kv_of(req).kv_committed_len
             wanted = committed + arena.arena(state.span(budget), arena.remaining(req))
             state.step_to(budget)
             state.arena = committed, max(state.arena[1], wanted)

@@ -59,7 +59,8 @@ class Replay:
     def play(self, traced: TracedRound, *, weighs: bool) -> None:
         self.begin(traced)
         num_particles = len(traced.ancestors)
-        before, weighed = as_floats(traced.log_weights_before), as_floats(traced.log_weights)
+        before = as_floats(traced.log_weights_before)
+        weighed = as_floats(traced.log_weights)
         assert before == self.near(self.after), "weights are those of the round before"
         if weighs:
             assert traced.ess == self.near(ess_of(weighed))
@@ -86,7 +87,8 @@ class Replay:
             self.banked = self.log_evidence
             self.emitted = [*self.emitted, *traced.emitted_before]
             begun = [[*self.emitted, token] for token in traced.begins]
-            self.texts, self.after = begun, [0.0] * len(begun)
+            self.texts = begun
+            self.after = [0.0] * len(begun)
             self.ended = []  # a first token may be the last, which only its reader can tell
             if len(set(traced.begins)) == 1:
                 self.emitted = [*begun[0]]

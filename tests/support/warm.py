@@ -107,7 +107,8 @@ class Process(subprocess.Popen):
         super().__init__([])
 
     def _execute_child(self, *_: Any) -> None:
-        self.pid, self._child_created = self._started, True
+        self.pid = self._started
+        self._child_created = True
 
 
 class Warm:
@@ -121,7 +122,8 @@ class Warm:
         for found in self.interpreters:
             if not found.misfits(environment):
                 return found
-        base, is_first = dict(self.environment), not self.interpreters
+        base = dict(self.environment)
+        is_first = not self.interpreters
         if not is_first:
             for name in self.interpreters[0].misfits(environment):
                 base.pop(name, None)
@@ -157,7 +159,8 @@ def _make_room_for_files() -> None:
 def cold() -> Iterator[None]:
     """Python's own starts for a while."""
     global _warm
-    kept, _warm = _warm, None
+    kept = _warm
+    _warm = None
     try:
         yield
     finally:

@@ -13,7 +13,8 @@ from programs import printed
 ROOT = Path(__file__).parents[2]
 #: Folders of the plugin's package that stand beside it, and their links.
 MAPPED = {"kernels": "sglang_smc/kernels", "patches": "sglang_smc/patches"}
-ADDRESS, REVISION = "SGLANG_SMC_REPOSITORY", "SGLANG_SMC_REVISION"
+ADDRESS = "SGLANG_SMC_REPOSITORY"
+REVISION = "SGLANG_SMC_REVISION"
 
 
 def run(folder: Path, *command: object, **variables: str) -> str:

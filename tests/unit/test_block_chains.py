@@ -23,7 +23,11 @@ if IS_NEWEST:
     from sglang.srt.models.lilicorr import LiLiCorrHead as Lattice
     from sglang.srt.speculative.lilicorr_utils import LiLiCorrConfig
 
-STEPS, REQUESTS, PARTICLES, WIDTH, VOCAB = 4, 2, 3, 12, 20
+STEPS = 4
+REQUESTS = 2
+PARTICLES = 3
+WIDTH = 12
+VOCAB = 20
 NONE = torch.zeros(STEPS + 2, REQUESTS, PARTICLES, dtype=torch.int64)
 SLOTS = DraftSlots(NONE, NONE, *cast("Any", (None, None)))
 
@@ -153,14 +157,16 @@ def make_lattice(width: int) -> Any:
 def test_a_lattice_is_walked_as_sglang_walks_it() -> None:
     """By the likeliest candidates. Launches, of calls that are more than views, are counted."""
     torch.manual_seed(0)
-    lattice, block = make_lattice(8), cast("Any", Block())
+    lattice = make_lattice(8)
+    block = cast("Any", Block())
     before = torch.randn(REQUESTS, PARTICLES, WIDTH)
     table: Any = SimpleNamespace(before=lambda *_: before)
     given = {"lattice": lattice, "table": table, "ledger": cast("Any", None)}
     head = LiLiCorrHead(block, 3, **given, num_particles=PARTICLES)
     at = SLOTS._replace(locations=cast("Any", SimpleNamespace(particle_rows=None)))
     last = torch.randint(VOCAB, (REQUESTS, PARTICLES))
-    chain, launches = [last], []
+    chain = [last]
+    launches = []
     for step in range(STEPS):
         pairs = torch.stack([last, last], 2)
         with Account() as account:
@@ -198,7 +204,8 @@ def test_a_lattice_scores_candidates_as_sglang_does(width: int, steps: int) -> N
     blocks = 6
     embedded = torch.randn(blocks, steps, 4, WIDTH)
     log_probs = torch.randn(blocks, steps, 4).log_softmax(2).sort(2, descending=True).values
-    outputs, before = torch.randn(blocks, steps, WIDTH), torch.randn(blocks, WIDTH)
+    outputs = torch.randn(blocks, steps, WIDTH)
+    before = torch.randn(blocks, WIDTH)
     found = lattice_scores(lattice, embedded, log_probs, outputs, before)
     scored = lattice.score(
         token_embeddings=embedded.unsqueeze(1),

@@ -132,13 +132,16 @@ def race(
 
     As under the overlap schedule, results of a round come after the choice of the next one.
     """
-    rng, late, seen = random.Random(0), [], []
+    rng = random.Random(0)
+    late = []
+    seen = []
     tokens = seconds = 0.0
     for _ in range(number):
         now = policy.budget
         draws = [[rng.random() < chance for _ in range(now.num_steps)] for _ in range(batch_size)]
         kept = [[*drawn, False].index(False) for drawn in draws]
-        tokens, seconds = tokens + sum(kept) + batch_size, seconds + cost(policy, batch_size, now)
+        tokens = tokens + sum(kept) + batch_size
+        seconds = seconds + cost(policy, batch_size, now)
         policy.choose(batch_size, TOP, num_unread=num_unread)
         for budget, num_kept in late:
             policy.learn(budget, num_kept)
@@ -310,7 +313,8 @@ def test_nodes_are_learned_and_carried_over_to_other_sizes() -> None:
 
 def test_particles_that_differ_cost_more_where_nodes_do() -> None:
     """The same rounds keep the same tokens; the trees of one have all nodes apart."""
-    curve, dear = Curve(((1, 1.0),)), Curve(((1, 3.0),))
+    curve = Curve(((1, 1.0),))
+    dear = Curve(((1, 3.0),))
     rounds = {of: dear if of.num_particles > 1 else curve for of in budgets(Budget(8, 4))}
     few = {
         Budget(n, k): ((k + 1.0, curve), (n * k + 1.0, dear))
@@ -339,7 +343,8 @@ def test_rounds_that_fit_are_measured_without_noise(monkeypatch: pytest.MonkeyPa
     tables = Tables.of(config, TORCH, table, **sizes)
 
     def play(inputs: RoundInputs, shape: RoundShape) -> Any:
-        budget, keys = Budget(shape.num_particles, shape.num_steps), int(inputs.committed[0])
+        budget = Budget(shape.num_particles, shape.num_steps)
+        keys = int(inputs.committed[0])
         rows = inputs.rows
         if 0 not in rows:  # requests
             played.append((budget, len(rows)))
@@ -602,7 +607,8 @@ def answer(rng: random.Random, threshold: float, scale: float = 0.7) -> tuple[fl
 )
 def test_answers_come_to_have_the_tilt_that_is_asked_for(tilt: float, scales: list[float]) -> None:
     """To four standard errors of what is remembered: another scale of before is forgotten."""
-    dial, rng = Dial(), random.Random(0)
+    dial = Dial()
+    rng = random.Random(0)
     for scale in scales:
         for _ in range(10_000):
             dial.learn(*answer(rng, dial.threshold(tilt), scale))
@@ -612,7 +618,8 @@ def test_answers_come_to_have_the_tilt_that_is_asked_for(tilt: float, scales: li
 
 def test_answers_that_cannot_lean_teach_nothing() -> None:
     """By their noise alone a server of much exact traffic would walk away from what it knows."""
-    dial, rng = Dial(), random.Random(2)
+    dial = Dial()
+    rng = random.Random(2)
     for _ in range(5_000):
         dial.learn(*answer(rng, math.inf))
     state = RequestState.of(0, RequestConfig(mode="auto"))

@@ -19,7 +19,8 @@ class Counted(NamedTuple):
 
 def counted(rounds: list[tuple[int, int]], num_after_end: int = 0) -> Counted:
     """An answer of rounds that keep and put out so many tokens, cut at its end."""
-    found, num_emitted = CorrectDrafts(), 0
+    found = CorrectDrafts()
+    num_emitted = 0
     drafts = []
     for number, (num_kept, num_new) in enumerate(rounds, 1):
         found.add_round(num_kept, num_new)

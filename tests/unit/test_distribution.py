@@ -61,8 +61,10 @@ def test_logits_of_any_type_need_no_filter_to_become_a_law() -> None:
 
 def test_draws_in_parts_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each draw keeps its own group's temperature and greediness, draws of one row as well."""
-    heat, greedy = torch.tensor([0.5, 2.0, 1.0]), torch.tensor([False, False, True])
-    logits, uniforms = drawn(12, 40), torch.linspace(0.01, 0.99, 12).double()
+    heat = torch.tensor([0.5, 2.0, 1.0])
+    greedy = torch.tensor([False, False, True])
+    logits = drawn(12, 40)
+    uniforms = torch.linspace(0.01, 0.99, 12).double()
     rows = torch.tensor([2, 0, 2, 2, 5, 7, 5, 4, 9, 8, 8, 11])  # of groups of four
     law = TokenDistribution(logits[rows], heat, greedy=greedy)
     once = law.sample(uniforms)
@@ -127,7 +129,8 @@ def test_logits_further_apart_than_keys_are_kept_as_by_a_sort(
 ) -> None:
     """Exact ties among them, and as few as one of 300 tokens."""
     generator = torch.Generator().manual_seed(seed)
-    temperature, of_row = asked[0], rules(*asked)
+    temperature = asked[0]
+    of_row = rules(*asked)
     places = torch.randint(300, (300,), generator=generator)
     logits = places * (3 * temperature * EXTENT / NUM_KEYS)  # equal, or further apart than keys
     banned = torch.rand(300, generator=generator) < forbidden
@@ -180,8 +183,11 @@ def test_no_temperature_is_too_low_or_too_high_for_the_order(temperature: float)
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_the_law_within_a_mask_and_its_mass(temperature: float) -> None:
-    logits, allowed = drawn(4, 9), torch.ones(4, 9, dtype=torch.bool)
-    allowed[0, 2:], allowed[1, ::2], allowed[2] = False, False, False
+    logits = drawn(4, 9)
+    allowed = torch.ones(4, 9, dtype=torch.bool)
+    allowed[0, 2:] = False
+    allowed[1, ::2] = False
+    allowed[2] = False
     heat = torch.full((4,), temperature)
     left, log_mass = restrict(logits, allowed, heat)
     p = (logits / temperature).softmax(-1)

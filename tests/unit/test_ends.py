@@ -77,9 +77,12 @@ def answered(tokens: list[int], **asked: Any) -> Any:
 def text_of(req: Any) -> str:
     """What SGLang's detokenizer makes of a whole answer."""
     manager: Any = object.__new__(DetokenizerManager)
-    manager.tokenizer, manager.vocab_size = PLAIN, len(PIECES)
-    manager.decode_status, manager.disable_tokenizer_batch_decode = {}, False
-    manager.is_tool_call_parser_gpt_oss, manager.tool_close_token_ids = False, set()
+    manager.tokenizer = PLAIN
+    manager.vocab_size = len(PIECES)
+    manager.decode_status = {}
+    manager.disable_tokenizer_batch_decode = False
+    manager.is_tool_call_parser_gpt_oss = False
+    manager.tool_close_token_ids = set()
     ids, offset = req.init_incremental_detokenize()
     params = req.sampling_params
     batch: Any = SimpleNamespace(

@@ -25,7 +25,8 @@ from sglang_smc.state import failures
 from sglang_smc.state.failures import Failure
 from sglang_smc.state.metrics import Monitor
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 def request(output_ids: tuple[int, ...] = (), **fields: Any) -> Any:
@@ -97,7 +98,8 @@ def test_only_laws_that_a_text_asks_for_matter() -> None:
     live = torch.tensor([[True, True]])
 
     def code(target: tuple[int, int] | None, draft: tuple[int, int] | None) -> int:
-        log_p, log_q = torch.zeros(1, 2, 3), torch.zeros(1, 2, 2)
+        log_p = torch.zeros(1, 2, 3)
+        log_q = torch.zeros(1, 2, 2)
         for scores, place in ((log_p, target), (log_q, draft)):
             if place is not None:
                 scores[0, place[0], place[1]] = NAN
@@ -110,7 +112,8 @@ def test_only_laws_that_a_text_asks_for_matter() -> None:
     drafted = {place for place in every if place[1] < 2 and code(None, place)}
     assert drafted == {(0, 0), (1, 0), (1, 1)}
     assert code((1, 1), (1, 1)) == Failure.TARGET_LOGITS
-    lost, closed = torch.full((1, 2, 3), NAN), up_to_end & False
+    lost = torch.full((1, 2, 3), NAN)
+    closed = up_to_end & False
     drafts = Drafts(up_to_end.long(), lost[:, :, :2], ends, closed, None)
     assert int(steps.failure_of_round(lost, drafts, live & False)) == 0
 
@@ -131,7 +134,8 @@ class Gives(CustomLogitProcessor):
     """Replaces all logits behind so many tokens of output."""
 
     def __init__(self, value: float, num_tokens: int = 0) -> None:
-        self.value, self.num_tokens = value, num_tokens
+        self.value = value
+        self.num_tokens = num_tokens
 
     def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
         for row, params in zip(logits, custom_param_list, strict=True):
@@ -156,7 +160,8 @@ def test_a_processor_that_leaves_no_token_is_to_blame_and_no_model(
     """Red if a client is told of broken weights, or of its own processor where weights are."""
     req, other = (begun({}, [1], custom_params={}) for _ in range(2))
     for one, own in ((req, Gives(value)), (other, Echo())):
-        one.custom_logit_processor, one.smc_state.kept[Processors] = "there", Loaded(own)
+        one.custom_logit_processor = "there"
+        one.smc_state.kept[Processors] = Loaded(own)
     TextRules.begin([req, other], 4, "cpu").apply(torch.full((2, 1, 1, 4), given), NOTHING, 0)
     assert registry.end_failed(req, 0) is False and req.to_finish is None  # no token was missed
     for one, of in ((req, status), (other, 500)):
@@ -178,7 +183,8 @@ def test_a_processor_answers_for_the_last_round_alone() -> None:
 def test_a_processor_that_fails_ends_its_own_request_alone() -> None:
     broken, other = (begun({}, [1], custom_params={}) for _ in range(2))
     for req, own in ((broken, DisallowedTokensLogitsProcessor()), (other, Echo())):
-        req.custom_logit_processor, req.smc_state.kept[Processors] = "there", Loaded(own)
+        req.custom_logit_processor = "there"
+        req.smc_state.kept[Processors] = Loaded(own)
     logits = torch.zeros(2, 1, 1, 4)
     found, _ = TextRules.begin([broken, other], 4, "cpu").apply(logits, NOTHING, 0)
     assert "custom logit processor raised" in broken.to_finish.message

@@ -23,7 +23,12 @@ from sglang_smc.rules.base import BatchTexts
 from sglang_smc.rules.grammar import Grammar, forked
 from sglang_smc.smc.population import Population
 
-A, B, C, EOS, VOCAB = 0, 1, 2, 3, 40  # the vocabulary of the logits is larger than that
+# the vocabulary of the logits is larger than that
+A = 0
+B = 1
+C = 2
+EOS = 3
+VOCAB = 40
 
 
 def grammar_of(regex: str) -> XGrammarGrammar:
@@ -108,7 +113,8 @@ def test_thinking_is_free_until_its_end() -> None:
 
 
 def test_copies_share_nothing_that_reading_changes() -> None:
-    of_plain, of_thinking = "accepted_tokens", "_thinking_match_history"
+    of_plain = "accepted_tokens"
+    of_thinking = "_thinking_match_history"
     for grammar, known in ((grammar_of("a*c"), of_plain), (thinking("a*c"), of_thinking)):
         twin = vars(forked(grammar))
         lists = {name: value for name, value in vars(grammar).items() if isinstance(value, list)}
@@ -123,7 +129,8 @@ def test_only_xgrammars_states_are_copied() -> None:
 
 def test_the_end_of_a_grammar_is_an_end() -> None:
     """With `ignore_eos` nothing else says so. EOS is none while thinking, nor where illegal."""
-    bound, thinks = request(grammar_of("ab?")), request(thinking("a"))
+    bound = request(grammar_of("ab?"))
+    thinks = request(thinking("a"))
     tokens = drafted([A, EOS], [EOS, EOS], [A, B])
     nothing = torch.zeros_like(tokens, dtype=torch.bool)
     found = masks(bound).ends(nothing, tokens, population([], [A], [A]))

@@ -79,7 +79,8 @@ def test_each_kind_of_wait_is_refused() -> None:
                 wait(values)
 
 
-POWERED, VERIFIED = {"power": 2.0, "proposal": "draft"}, {"mode": "exact"}
+POWERED = {"power": 2.0, "proposal": "draft"}
+VERIFIED = {"mode": "exact"}
 ALL_CHOICES: tuple[dict[str, Any], ...] = (
     {},
     {"num_particles": 2, "num_steps": 1},

@@ -103,7 +103,8 @@ def test_a_product_that_lies_for_most_rows_is_found(is_wrong: Callable[[int], bo
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_distribution_that_lies_is_found(name: str) -> None:
-    method, true = METHODS[name], getattr(TokenDistribution, METHODS[name])
+    method = METHODS[name]
+    true = getattr(TokenDistribution, METHODS[name])
     lies: Any = lambda *args: lie(true(*args))  # noqa: E731
     lying = type("Lying", (TokenDistribution,), {method: lies})
     assert failing(TORCH._replace(distribution=lying), name) == [name]

@@ -17,9 +17,12 @@ from sglang_smc.smc.round import Round
 from sglang_smc.state.metrics import fidelity_of
 
 MODELS = Path(__file__).resolve().parents[2] / "bench" / "pair"
-LENGTH, SIZE, N = 12, 40, 4
+LENGTH = 12
+SIZE = 40
+N = 4
 SERVER: dict[str, Any] = {"num_particles": N, "num_steps": 3, "max_lag": LENGTH + 8}
-VERIFIED, POWERED = {"power": 2.0}, {"power": 2.0, "draft_temperature": 0.5}
+VERIFIED = {"power": 2.0}
+POWERED = {"power": 2.0, "draft_temperature": 0.5}
 CASES: dict[str, tuple[Decider, dict[str, Any], dict[str, Any]]] = {
     "smc": (Weigh(), {}, {}),
     "blocks": (Weigh(), {"evidence_threshold": 0.0}, {"evidence_threshold": 0.0}),
@@ -60,9 +63,11 @@ def test_a_text_of_the_library_is_the_servers(name: str) -> None:
     """From its particles after prefill, which have first tokens of their own under a power."""
     decider, server, options = CASES[name]
     own = toy(SIZE, limit=LENGTH, **SERVER | server)
-    reqs, rows = own.begin(list(range(1, SIZE + 1))), torch.arange(1, 1 + SIZE)
+    reqs = own.begin(list(range(1, SIZE + 1)))
+    rows = torch.arange(1, 1 + SIZE)
     tables = own.worker._tables
-    seeds, begun = tables.requests.gather(rows).seeds, tables.particles.gather(rows, N, LENGTH)[0]
+    seeds = tables.requests.gather(rows).seeds
+    begun = tables.particles.gather(rows, N, LENGTH)[0]
     rounds = Round(
         *map(Model, PAIR),
         decider,
@@ -81,7 +86,8 @@ def test_a_text_of_the_library_is_the_servers(name: str) -> None:
     while running := [req for req in reqs if not own._is_over(req)]:
         own.step(running)
     found = state.population
-    lengths, texts = found.lengths[:, 0].tolist(), found.texts[:, 0, 1:].tolist()
+    lengths = found.lengths[:, 0].tolist()
+    texts = found.texts[:, 0, 1:].tolist()
     drawn = [text[: length + 1] for text, length in zip(texts, lengths, strict=True)]
     assert drawn == [req.output_ids for req in reqs]
     if decider.weighs:  # the others have no weights
@@ -108,7 +114,9 @@ def test_one_call_is_its_rounds(name: str) -> None:
         weights += float(answer.weights[heaviest])
         if seed >= 10:
             continue
-        state, num_rounds, ess = rounds.begin(torch.tensor([[*PROMPT, 0]]), N), 0, []
+        state = rounds.begin(torch.tensor([[*PROMPT, 0]]), N)
+        num_rounds = 0
+        ess = []
         while not state.population.ended.all():
             state, decision = rounds.step(state, torch.tensor([seed]))
             num_rounds += 1

@@ -52,7 +52,8 @@ def test_they_are_those_of_sglangs_workers(original: str, monkeypatch: pytest.Mo
     tokens[0, 1] = 5
     temperatures = [0.7, 1.3]
     law = logprob_distribution(TokenDistribution, logits, torch.tensor(temperatures))
-    rows, ids = torch.arange(8).view(2, 1, 4), torch.tensor([[0, 7]] * 2)
+    rows = torch.arange(8).view(2, 1, 4)
+    ids = torch.tensor([[0, 7]] * 2)
     found = score(law, tokens.unsqueeze(1), rows, ids, 3)
     expected = stock(logits, tokens, temperatures)
     torch.testing.assert_close(found.own[:, 0], expected.next_token_logprobs)
@@ -70,7 +71,8 @@ def test_tokens_outside_a_grammar_have_no_mass() -> None:
     """As SGLang's sampler sees them behind its mask; where none is left they stay as they are."""
     allowed = torch.zeros(1, 2, VOCAB, dtype=torch.bool)
     allowed[0, 0, [3, 5]] = True
-    logits, heat = torch.zeros(1, 2, VOCAB), torch.tensor([0.5])
+    logits = torch.zeros(1, 2, VOCAB)
+    heat = torch.tensor([0.5])
     law = logprob_distribution(TokenDistribution, logits, heat, allowed)
     log_p = law.log_probs().exp()
     assert log_p[0, [3, 5]].tolist() == pytest.approx([0.5, 0.5])
@@ -130,7 +132,8 @@ def tails(num_top: int, num_listed: int) -> TailLogprobs:
 
 def test_a_table_widens_for_who_asks_for_more_and_loses_nothing() -> None:
     """A request that is under way when another begins keeps its tails' numbers."""
-    table, expected = LogprobTable(5, 3, 3, "cpu"), tails(4, 2)
+    table = LogprobTable(5, 3, 3, "cpu")
+    expected = tails(4, 2)
     begin(table, [3], req(top_logprobs_num=2))
     table.scatter(ROWS, tails(2, 0))
     begin(table, [4], req(top_logprobs_num=4, token_ids_logprob=[7, 0]))

@@ -41,7 +41,8 @@ def test_an_arena_holds_the_longest_tails_and_a_round(
     config: SMCConfig, remaining: int, mode: str
 ) -> None:
     """Before a round a tail is shorter than the lag bound and than what may still be emitted."""
-    reserved, taken = arena.arena(config, remaining), config.num_steps + 1
+    reserved = arena.arena(config, remaining)
+    taken = config.num_steps + 1
     if remaining > 0:
         longest_before = min(config.lag, remaining) - 1 if config.num_particles > 1 else 0
         assert reserved >= config.num_particles * (longest_before + taken)
@@ -62,14 +63,16 @@ def test_a_round_leaves_whole_pages_with_room_for_it(
     config: SMCConfig, prompt: int, num_emitted: int, data: st.DataObject
 ) -> None:
     """Of a text that is not in a whole number of pages the first round takes the rest, too."""
-    page, asked = config.page_size, req(1000)
+    page = config.page_size
+    asked = req(1000)
     asked.kv = asked
     texts = prompt, prompt + data.draw(st.integers(0, num_emitted))
     for length, output in zip(texts, ([], [0] * num_emitted), strict=True):
         asked.kv_committed_len = asked.kv_allocated_len = length
         asked.output_ids = output
         needed = arena.arena(config, arena.remaining(asked)) - (page - 1)
-        end, new = arena_end(config, asked), num_new(config, asked)
+        end = arena_end(config, asked)
+        new = num_new(config, asked)
         assert end % page == new % page == 0
         assert needed <= end - asked.kv_committed_len < needed + page
         assert 0 <= end - new - asked.kv_committed_len < page
@@ -84,7 +87,8 @@ def test_rows_hold_what_they_must_and_no_more(config: SMCConfig, longest: int) -
     width = arena.row_width(config, longest)
     assert 0 <= width - longest - arena.max_arena(config) < 32
     assert width * 4 % 128 == 0
-    width, count = arena.tail_width(config), arena.max_tail(config) + config.num_steps + 2
+    width = arena.tail_width(config)
+    count = arena.max_tail(config) + config.num_steps + 2
     assert count <= width < 2 * count
     assert width & (width - 1) == 0
 
@@ -146,7 +150,8 @@ def test_the_translator_reads_the_workers_table(monkeypatch: pytest.MonkeyPatch)
     place = SimpleNamespace(attn_dcp_size=1, dcp_enabled=False)
     monkeypatch.setattr("sglang.srt.mem_cache.kv_index_translator.get_parallel", lambda: place)
     former = torch.zeros(5, 40, dtype=torch.int32)
-    pool, allocator = SimpleNamespace(req_to_token=former), SimpleNamespace(size=2000)
+    pool = SimpleNamespace(req_to_token=former)
+    allocator = SimpleNamespace(size=2000)
     # A target's runner as SGLang leaves it, before the worker is told of the pools.
     runner: Any = SimpleNamespace(
         req_to_token_pool=pool,
@@ -160,7 +165,9 @@ def test_the_translator_reads_the_workers_table(monkeypatch: pytest.MonkeyPatch)
     runner.init_kv_index_translator = partial(ModelRunner.init_kv_index_translator, runner)
     runner.init_kv_index_translator()
     worker: Any = object.__new__(SMCWorker)
-    worker.config, worker.device, worker._ops = SMCConfig(num_particles=2), "cpu", TORCH
+    worker.config = SMCConfig(num_particles=2)
+    worker.device = "cpu"
+    worker._ops = TORCH
     worker._target_worker = SimpleNamespace(model_runner=runner)
     worker._draft_worker = SimpleNamespace(alloc_memory_pool=lambda **_: None)
     worker.alloc_memory_pool(None, pool, allocator)
@@ -263,7 +270,8 @@ def test_admission_asks_for_a_requests_own_arena(
 ) -> None:
     """By the server's mode, one that reserves 105 would be admitted where 81 are free."""
     monkeypatch.setattr(admission, "active_config", lambda: SMCConfig(mode="auto"))
-    adder, asked = Adder(), []
+    adder = Adder()
+    asked = []
 
     def add(_: Any, request: Any, fits: bool) -> str:
         asked.append(adder.charged)
@@ -278,7 +286,8 @@ def test_admission_asks_for_a_requests_own_arena(
 
 def test_a_prompt_in_parts_is_charged_and_no_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "active_config", SMCConfig)
-    adder, seen = Adder(), []
+    adder = Adder()
+    seen = []
     admission.preempt_to_schedule(lambda *_: seen.append(adder.charged), adder, req(mode="exact"))
     assert (seen, adder.charged) == ([81], 0)
     admission.add_chunked_req(lambda *_: seen.append(adder.charged), adder, req(mode="exact"))

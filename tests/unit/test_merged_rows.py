@@ -29,7 +29,8 @@ def passes(draw: st.DrawFn) -> torch.Tensor:
 @settings(max_examples=100)
 @given(passes(), st.booleans())
 def test_each_slot_is_run_once_and_rows_have_its_result(slots: torch.Tensor, last: bool) -> None:
-    flat, num_columns = slots.flatten(), slots.shape[2]
+    flat = slots.flatten()
+    num_columns = slots.shape[2]
     found = merge_rows(slots, last=last)
     rows = torch.arange(len(flat))
     used = rows[(flat > 0) | (rows % num_columns == num_columns - 1) | (not last)]
@@ -74,7 +75,8 @@ def test_siblings_read_their_prompt_once(
 ) -> None:
     """Requests 1 to 3 of one prompt, with texts of their own behind it, between two others."""
     monkeypatch.setattr("sglang_smc.models.softmax._LONG", 64)
-    committed, ahead = [90, 100, 101, 130, 80], [[1] * num_particles] * 5
+    committed = [90, 100, 101, 130, 80]
+    ahead = [[1] * num_particles] * 5
     case = make_case(committed, ahead, num_columns=2, first_key=first_key, softmax=softmax)
     before = len(plan_of(case).slots)
     _, one, *others, _ = case.rows.tolist()

@@ -171,7 +171,8 @@ ROUND = {"begins": [1], "drafted": [[2, 3], []], "bonus": [0, None], "emitted": 
 @pytest.mark.parametrize("times", [1, 2])
 def test_tokens_are_readable_where_there_is_a_tokenizer(times: int) -> None:
     """Red if a token of some field is left out, or if what ends a stream is read twice over."""
-    particle, trace = {"output_ids": [1, 0, 2], "finish_reason": None}, {"rounds": [ROUND]}
+    particle = {"output_ids": [1, 0, 2], "finish_reason": None}
+    trace = {"rounds": [ROUND]}
     own = {"spec_smc_particles": [[dict(particle)]], "spec_smc_trace": [dict(trace)]}
     own |= {"spec_smc_detokenization": [DETOKENIZED]}
     assert shown(**own) == {"spec_smc_particles": [particle], "spec_smc_trace": trace}
@@ -367,7 +368,8 @@ def test_each_event_is_counted_in_metrics_and_in_totals(registry: CollectorRegis
 
 def test_the_ess_is_observed_where_weights_can_be_uneven(registry: CollectorRegistry) -> None:
     """Not where a request is verified or greedy, one particle has no rival, or logits are NaN."""
-    lone, lost = played(particles_sum=1, ess_sum=1.0), played(ess_sum=math.nan)
+    lone = played(particles_sum=1, ess_sum=1.0)
+    lost = played(ess_sum=math.nan)
     monitor(*EVERYTHING, [lone, lost, played(weighs=False), played(greedy=True, ess_sum=4.0)])
     found = samples(registry)
     assert (found["ess_ratio_count"], found["ess_ratio_sum"]) == (2, 1.25)
@@ -387,7 +389,8 @@ def test_all_metrics_are_there_before_the_first_round(registry: CollectorRegistr
 
 @pytest.mark.parametrize("is_greedy", [True, False])
 def test_a_round_is_booked_by_what_it_gained_and_whether_it_is_greedy(is_greedy: bool) -> None:
-    req, watching = begun({}, []), mock.Mock()
+    req = begun({}, [])
+    watching = mock.Mock()
     req.smc_state = RequestState.of(0, RequestConfig(num_particles=4, greedy=is_greedy))
     req.smc_state.counters = [*gains(rounds_ct=3, ess_sum=10)]
     result = SMCBatchResult.of(outcome_of(1), monitor=watching, budgets=[])
@@ -415,7 +418,8 @@ def test_the_log_has_one_line_an_interval(
         for each in batch:
             found.add(each)
         found.end_round()
-    all_zero, numbers = int("greedy" not in one), r" ([-.0-9]+),"
+    all_zero = int("greedy" not in one)
+    numbers = r" ([-.0-9]+),"
     assert [re.findall(numbers, line)[:6] for line in caplog.messages] == [
         ["3", shown, "0.33", "1", str(all_zero), "4"],
         ["0", "-", "0.00", "0", "0", "2"],
@@ -454,7 +458,8 @@ def test_the_gaps_and_sizes_of_a_streams_chunks(
     measured: tuple[float, ...],
 ) -> None:
     """Of what prefill and rounds emit: seconds, tokens, and those of them that an end keeps."""
-    req, seconds = begun({}, []), [100.0]
+    req = begun({}, [])
+    seconds = [100.0]
     req.stream = stream
     watching = Monitor(1000, now=lambda: seconds[0])
     watching.report_as(reporter())
@@ -464,7 +469,8 @@ def test_the_gaps_and_sizes_of_a_streams_chunks(
         req.output_ids_through_stop = req.output_ids + [5] * (kept or [num_tokens])[0]
         req.output_ids = req.output_ids + [5] * num_tokens
         update_finish_state(lambda *_: None, req, num_tokens)
-    found, names = samples(registry), ("chunk_gap_seconds", "chunk_tokens")
+    found = samples(registry)
+    names = ("chunk_gap_seconds", "chunk_tokens")
     assert measured == tuple(found[f"{n}_{part}"] for n in names for part in ("count", "sum"))
 
 
@@ -475,7 +481,8 @@ def test_waits_for_potentials_are_measured(
     monkeypatch.setattr(process, "potentials_of", lambda _: ("slow=steered:Slow",))
     monkeypatch.setattr(process, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
     process.open_runners(cast(Any, None), SMCConfig(), monitor())["slow"].waited(0.25)
-    parts, found = ("sum", "bucket 0.2", "bucket 0.5"), samples(registry)
+    parts = ("sum", "bucket 0.2", "bucket 0.5")
+    found = samples(registry)
     assert [found[f"potential_wait_seconds_{part}"] for part in parts] == [0.25, 0, 1]
 
 
@@ -483,7 +490,9 @@ def test_a_prefill_that_fails_is_counted(
     registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the hook that ends such a request: a broken model shows in its prefill first."""
-    req, found = begun({}, [-1]), monitor()  # a code of `Failure` in place of the first token
+    # a code of `Failure` in place of the first token
+    req = begun({}, [-1])
+    found = monitor()
     req.output_ids_through_stop = req.output_ids
     monkeypatch.setattr(process.active, "monitor", found)
     update_finish_state(lambda *_: None, req)
@@ -493,7 +502,8 @@ def test_a_prefill_that_fails_is_counted(
 
 
 def test_other_metric_classes_are_taken_where_the_collector_has_them() -> None:
-    given, made = reporter(), mock.Mock()
+    given = reporter()
+    made = mock.Mock()
     given.metrics_collector._counter_cls = given.metrics_collector._histogram_cls = made
     Monitor(interval=1).report_as(given)
     assert made.call_count == len(metrics.COUNTERS) + len(metrics.HISTOGRAMS)
@@ -584,7 +594,8 @@ def test_tilts_are_told_where_they_are_surely_wrong(
 def test_a_mode_is_warned_of_once_in_a_while_and_by_itself() -> None:
     clock = [0.0]
     watched = FidelityWindows(lambda: clock[0], lambda: Window(information=8.0))
-    far, fine = answer(tilt=3.0), answer("auto", tilt=0.0)
+    far = answer(tilt=3.0)
+    fine = answer("auto", tilt=0.0)
 
     def told() -> list[bool]:
         return [watched.add(one) is not None for one in (far, fine, far, fine)]
@@ -613,12 +624,14 @@ def test_the_log_has_the_tilt_and_its_faults(caplog: pytest.LogCaptureFixture, l
 
 def test_an_answer_is_taken_in_once_as_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     for stream in (True, False):
-        monitor, state = Monitor(interval=1), RequestState.of(0, RequestConfig(num_particles=4))
+        monitor = Monitor(interval=1)
+        state = RequestState.of(0, RequestConfig(num_particles=4))
         monkeypatch.setattr(process.active, "monitor", monitor)
         watched = {"tilt_sum": 1.0, "tilt_information": 4.0, "watched_ct": 2.0}
         state.counters = [watched.get(name, 0.0) for name in Counters._fields]
         req = begun({})
-        req.smc_state, req.stream = state, stream
+        req.smc_state = state
+        req.stream = stream
         req.output_ids = req.output_ids_through_stop = [5]
         for has_ended in (False, True, True):
             req.finished = lambda has_ended=has_ended: has_ended

@@ -84,7 +84,8 @@ def eagle(name: str = EAGLE[0], **more: Any) -> Any:
 
 def dflash(block_size: int = 9, hidden_size: int = 64, **own: Any) -> Any:
     made = Qwen3Config(hidden_size=hidden_size, vocab_size=100, num_hidden_layers=2)
-    made.architectures, made.block_size = [formats.DFLASH], block_size
+    made.architectures = [formats.DFLASH]
+    made.block_size = block_size
     made.dflash_config = {"mask_token_id": 3, "target_layer_ids": [0, 2, 4], **own}
     return model_config(made)
 
@@ -261,17 +262,22 @@ def table(value: float) -> torch.nn.Parameter:
 
 def head_of(config: Any, *, lacks_lm_head: bool, embedding: float = torch.nan) -> Any:
     """A head as it is loaded: what its checkpoint lacks is NaN."""
-    head, head_model = torch.nn.Module(), torch.nn.Module()
-    head.model, head_model.fc = head_model, torch.nn.Linear(2, 2)
-    head_model.embed_tokens, head.lm_head = torch.nn.Module(), torch.nn.Module()
+    head = torch.nn.Module()
+    head_model = torch.nn.Module()
+    head.model = head_model
+    head_model.fc = torch.nn.Linear(2, 2)
+    head_model.embed_tokens = torch.nn.Module()
+    head.lm_head = torch.nn.Module()
     head_model.embed_tokens.weight = table(embedding)
     head.lm_head.weight = table(torch.nan if lacks_lm_head else 4.0)
     if kinds.kind_of(config) == "eagle3":
-        head.hot_token_id, head.load_lm_head_from_target = None, lacks_lm_head
+        head.hot_token_id = None
+        head.load_lm_head_from_target = lacks_lm_head
     return head
 
 
-EMBEDDING, LM_HEAD = table(1.0), table(2.0)
+EMBEDDING = table(1.0)
+LM_HEAD = table(2.0)
 OF_TARGET = SimpleNamespace(get_embed_and_head=lambda: (EMBEDDING, LM_HEAD))
 OF_TARGET.set_eagle3_layers_to_capture = lambda _: None
 
@@ -285,19 +291,22 @@ def joined(head: Any, config: Any) -> None:
 
 def test_new_weights_go_where_captured_rounds_read_them() -> None:
     """A head's class replaces its list of hot tokens, and what latents are multiplied by."""
-    hot, split = torch.tensor([1, 2]), (torch.tensor([3.0]), torch.tensor([4.0]))
+    hot = torch.tensor([1, 2])
+    split = (torch.tensor([3.0]), torch.tensor([4.0]))
     attention = torch.nn.Module()
     attention.w_kc, attention.w_vc = split
 
     def load(weights: Any) -> None:
         list(weights)
         head.hot_token_id = torch.tensor([4, 5])
-        attention.w_kc, attention.w_vc = torch.tensor([6.0]), torch.tensor([7.0])
+        attention.w_kc = torch.tensor([6.0])
+        attention.w_vc = torch.tensor([7.0])
 
     head = head_of(latent(), lacks_lm_head=False)
     head.model.midlayer = torch.nn.Module()
     head.model.midlayer.self_attn = attention
-    head.hot_token_id, head.load_weights = hot, load
+    head.hot_token_id = hot
+    head.load_weights = load
     joined(head, latent())
     head.load_weights([])
     read = head.hot_token_id, attention.w_kc, attention.w_vc
@@ -416,7 +425,8 @@ def test_heads_read_prompts_in_windows(
 ) -> None:
     """Red where some of the queries are told too few or too many keys, at a window's edge."""
     monkeypatch.setattr(prompt_attention, "_AT_ONCE", 4)
-    new, draw = 11, torch.Generator().manual_seed(0)
+    new = 11
+    draw = torch.Generator().manual_seed(0)
     cache = torch.randn(2, 40, 2, 8, generator=draw)  # keys and values of 40 slots
     slots = torch.randperm(40, generator=draw)[: known + new]
     query = torch.randn(new, 4, 8, generator=draw)
@@ -434,7 +444,8 @@ def test_heads_read_prompts_in_windows(
         torch.testing.assert_close(found[row], expected)
 
 
-WINDOW, ENCODER = {"sliding_window_size": 31}, {"attn_type": AttentionType.ENCODER_ONLY}
+WINDOW = {"sliding_window_size": 31}
+ENCODER = {"attn_type": AttentionType.ENCODER_ONLY}
 CROSS = "cross or bidirectional attention"
 
 
@@ -621,7 +632,8 @@ def padded(width: int, num_missing: int, hot: torch.Tensor | None = None) -> Lan
 
 
 def test_what_the_draft_lacks_it_never_proposes_and_reads_as_its_last_id() -> None:
-    draft, nothing = padded(4, num_missing=2), [-torch.inf] * 2
+    draft = padded(4, num_missing=2)
+    nothing = [-torch.inf] * 2
     logits = draft.first_logits(torch.tensor([[[0, 1], [2, 5]]]), SLOTS)
     assert logits.tolist() == [[[4, 5, 6, 7, *nothing], [12, 13, 14, 15, *nothing]]]
     assert torch.equal(draft.next_logits(0, torch.tensor([[1, 5]]), SLOTS), logits)

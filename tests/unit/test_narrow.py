@@ -22,7 +22,8 @@ def of_group(
 ) -> Any:
     """One group, narrowed once for each of the uniforms ``[S]``."""
     uniforms = torch.tensor(of_uniforms, dtype=torch.float64)
-    size, width = len(uniforms), max(map(len, tails)) + 2
+    size = len(uniforms)
+    width = max(map(len, tails)) + 2
     padded = [[BEFORE, *tail, *[7] * (width - 1 - len(tail))] for tail in tails]
     present = other.get("present", [True] * len(tails))
     found = narrow(
@@ -67,7 +68,8 @@ def test_a_tail_that_has_ended_is_shared_by_its_own_kind_alone() -> None:
 
 def test_whatever_the_uniform_the_dead_and_the_absent_are_not_drawn() -> None:
     """Nor any but the heaviest where that is asked for."""
-    uniforms, present = [0.0, 0.5, math.nextafter(1.0, 0.0)], [True, True, False, True]
+    uniforms = [0.0, 0.5, math.nextafter(1.0, 0.0)]
+    present = [True, True, False, True]
     found = of_group([[1], [2], [3]], [-1.0, 3.0, -INF], 1, uniforms, heaviest=True)
     assert found.ancestors.tolist() == [[1, 1, 1]] * 3
     found = of_group([[1], [2], [], [3]], [-INF, 0.0, -INF, -INF], 1, uniforms, present=present)

@@ -72,7 +72,8 @@ def test_trees_are_read_as_sglang_writes_them(tree: Tree) -> None:
 def test_each_token_is_read_once_with_what_stands_before_it() -> None:
     """Red where a seam between prompt, rounds and answers is lost, or a text read twice."""
     trie = ToyTrie()
-    corpus, req = Corpus(trie, 4, 6), request([1, 2, 3, 4, 5, 6], [])
+    corpus = Corpus(trie, 4, 6)
+    req = request([1, 2, 3, 4, 5, 6], [])
     corpus.read(req)
     corpus.read(req)
     assert trie.told == [[1, 2, 3, 4, 5, 6]]
@@ -121,7 +122,8 @@ def test_sglangs_corpus_continues_each_particles_own_text() -> None:
 
 def test_prompts_answer_unless_a_request_drafts_nothing_and_a_flush_leaves_nothing() -> None:
     corpus = corpus_of([11, 12, 13])
-    talks, silent = request([1, 2, 3, 4, 1, 2], [3]), request([1, 2], [3], num_steps=0)
+    talks = request([1, 2, 3, 4, 1, 2], [3])
+    silent = request([1, 2], [3], num_steps=0)
     assert trees(corpus, [talks, silent], [[[]], [[]]]) == [{4: {1: {2: {3: {}}}}}, {}]
     assert trees(corpus, [request([5, 11], [12])], [[[]]]) == [{13: {}}]
     for _ in range(8):
@@ -163,7 +165,8 @@ def test_matches_are_all_that_is_drafted(tree: Tree, expected: int, more: dict[s
 
 def test_several_matches_share_the_mass_and_at_temperature_0_the_first_takes_it() -> None:
     """Of the tokens that are proposed and allowed, by rows."""
-    tree, flat = {2: {}, 1: {}}, [0.0, 0.0, 0.0]
+    tree = {2: {}, 1: {}}
+    flat = [0.0, 0.0, 0.0]
     found = drafted(tree, [flat, [0.0, 0.0, -torch.inf]])
     assert found == np.array([[0.0, 0.5, 0.5], [0.0, 1.0, 0.0]])
     assert drafted(tree, [flat], **GREEDY) == np.eye(3)[[1]]

@@ -207,9 +207,13 @@ def test_behind_late_calls_a_potential_is_not_asked(caplog: pytest.LogCaptureFix
     """A circuit breaker: open behind three, half open when it has cooled down and the late call is
     back, closed by one in time. Calls behind one that hangs are late, too, and never begin.
     """
-    now, waits = [0.0], list[float]()
+    now = [0.0]
+    waits = list[float]()
     runner = PotentialRunner("gated", Never(), 0.0, waits.append, now=lambda: now[0])
-    in_time, queued, hung, trial = Future[Any](), Future[Any](), begun(), begun()
+    in_time = Future[Any]()
+    queued = Future[Any]()
+    hung = begun()
+    trial = begun()
     in_time.set_result([0.0])
 
     def is_late(call: Future[Any]) -> bool:
@@ -280,7 +284,8 @@ def test_the_tree_knows_each_texts_last_time(settled: str, tails: list[str], in_
 
 
 def play(potential: Potential, *chosen: dict[str, Any], refused: bool = False) -> list[ToyRequest]:
-    size, runner = len(chosen), PotentialRunner("named", potential, 600.0)
+    size = len(chosen)
+    runner = PotentialRunner("named", potential, 600.0)
     if refused:
         runner.refusal = lambda: MissingValue("the breaker is open", is_late=True)  # type: ignore[method-assign]
     server = {"num_particles": 3, "num_steps": 2, "max_lag": 8, "limit": 8}
@@ -325,7 +330,8 @@ def test_the_next_request_of_a_row_starts_without_its_values() -> None:
             outcome = worker.play_round(reqs).outcome
         return outcome.extras["return_particles"].log_weights
 
-    first, second = weights(), weights()
+    first = weights()
+    second = weights()
     assert first.any()
     assert torch.equal(first, second)
 
@@ -404,7 +410,8 @@ def test_a_product_adds_logarithms_has_its_parts_arguments_and_opens_them() -> N
     assert opened.call_count == 2 and potential.prefix_is_complete
 
 
-ONE, WEIGHT = {"per_token": 1.0}, {"weight": 1.0}
+ONE = {"per_token": 1.0}
+WEIGHT = {"weight": 1.0}
 
 
 @pytest.mark.parametrize(

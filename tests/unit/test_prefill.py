@@ -10,7 +10,8 @@ TEXTS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), max_size=6)
 
 @given(texts=TEXTS, most=st.integers(1, 30))
 def test_chunks_cover_each_text_once_in_order(texts: list[tuple[int, int]], most: int) -> None:
-    starts, ends = [a for a, _ in texts], [a + length for a, length in texts]
+    starts = [a for a, _ in texts]
+    ends = [a + length for a, length in texts]
     found = list(chunks(starts, ends, most))
     sizes = [sum(end - start for _, start, end in spans) for spans in found]
     assert sizes[:-1] == [most] * (len(sizes) - 1) and all(0 < size <= most for size in sizes)

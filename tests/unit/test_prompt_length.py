@@ -25,7 +25,8 @@ def pieces(
 ) -> PreTrainedTokenizerFast:
     """Return one like SentencePiece's: spaces shown, and bytes for what is in no piece."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a", "▁▁▁▁"]
-    vocab, own = {piece: i for i, piece in enumerate(pieces)}, {"byte_fallback": byte_fallback}
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    own = {"byte_fallback": byte_fallback}
     model = models.BPE(vocab=vocab, merges=[("▁", "a")], unk_token="<unk>", fuse_unk=True, **own)
     tokenizer = Tokenizer(model)
     shown = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
@@ -93,7 +94,8 @@ def test_a_text_that_is_too_long_is_refused_with_its_length_and_the_limit() -> N
 
 MOST = 10 * (longest_token(BYTES) or 0)
 LONG = "a" * (MOST + 1)
-PLAIN, CALL = [{"role": "user", "content": "x"}], {"name": "f", "arguments": LONG}
+PLAIN = [{"role": "user", "content": "x"}]
+CALL = {"name": "f", "arguments": LONG}
 SAID = {
     **{
         role: [{"role": role, "content": LONG}, *PLAIN]
@@ -116,7 +118,8 @@ STAND_IN = manager(BYTES, served_model_name="default")
 
 @pytest.mark.parametrize("said", CHATS)
 def test_a_conversation_is_refused_by_all_that_is_in_it(said: str) -> None:
-    request, rendered = ChatCompletionRequest(model="default", **CHATS[said]), mock.Mock()
+    request = ChatCompletionRequest(model="default", **CHATS[said])
+    rendered = mock.Mock()
     with pytest.raises(ValueError, match=r"The conversation has \d+ characters.* are allowed"):
         bound_conversation(rendered, SimpleNamespace(tokenizer_manager=STAND_IN), request)
     rendered.assert_not_called()
@@ -129,7 +132,8 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64," + "
 def test_a_conversation_that_may_fit_is_rendered(content: Any) -> None:
     """Spaces may be trimmed, and images are no text."""
     messages = [{"role": "user", "content": content}]
-    request, rendered = ChatCompletionRequest(model="default", messages=messages), mock.Mock()
+    request = ChatCompletionRequest(model="default", messages=messages)
+    rendered = mock.Mock()
     serving: Any = SimpleNamespace(tokenizer_manager=STAND_IN)
     bound_conversation(rendered, serving, request, stream=False)
     assert rendered.call_args.kwargs == {"stream": False}
@@ -146,7 +150,8 @@ def test_a_conversation_that_may_fit_is_rendered(content: Any) -> None:
 )
 def test_routes_that_render_by_themselves_refuse_it_too(body: dict[str, Any]) -> None:
     """`/v1/responses` of gpt-oss, and Ollama's chat, whose messages are objects."""
-    rendered, serving = mock.Mock(), SimpleNamespace(tokenizer_manager=STAND_IN)
+    rendered = mock.Mock()
+    serving = SimpleNamespace(tokenizer_manager=STAND_IN)
     with pytest.raises(ValueError, match="The conversation has"):
         bound_conversation(rendered, serving, SimpleNamespace(**body), None)
     rendered.assert_not_called()

@@ -85,7 +85,9 @@ def pairs() -> Iterator[list[torch.Tensor]]:
     """Keys that differ by one, two purposes, and a position in two rounds that overlap."""
     shifts = (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 1, 0)
     yield from itertools.starmap(neighbours, itertools.product(range(3), shifts))
-    seeds, particles, at = torch.arange(200).view(-1, 1), torch.arange(200), torch.tensor(5)
+    seeds = torch.arange(200).view(-1, 1)
+    particles = torch.arange(200)
+    at = torch.tensor(5)
     of_purposes = [uniforms(seeds, at, particles, one).flatten() for one in Purpose]
     yield from map(list, itertools.combinations(of_purposes, 2))
     seeds = torch.arange(40_000)

@@ -96,7 +96,9 @@ class FakeRanks:
 
 
 VOCAB = 27
-SLOW_FIRST, SLOW_SECOND = (3600.0, 0.0), (0.0, 3600.0)  # seconds that a look at the clock takes
+# seconds that a look at the clock takes
+SLOW_FIRST = (3600.0, 0.0)
+SLOW_SECOND = (0.0, 3600.0)
 
 
 @pytest.fixture(params=[SLOW_FIRST, SLOW_SECOND], ids=["first", "second"])

@@ -56,7 +56,8 @@ def test_no_server_records_more_than_it_should(wanted: list[int], is_adaptive: b
 def test_at_temperature_0_a_round_of_trees_is_replayed(is_adaptive: bool) -> None:
     """On any budget of several particles; each budget has rounds of its own where N and K adapt."""
     config = SMCConfig(num_particles=4, num_steps=4, adaptive=ADAPTIVE[is_adaptive])
-    kinds, play = Kinds.of(config, LOGPROBS), Any
+    kinds = Kinds.of(config, LOGPROBS)
+    play = Any
     trees = [RoundGraphs(play, shape, play, [1, 2]) for shape in kinds.greedy]
     assert [one.shape.num_particles for one in trees] == ([2, 4] if is_adaptive else [4])
     own: dict[Budget | None, list[RoundGraphs]] = {}
@@ -83,7 +84,8 @@ def test_the_first_recording_that_does_enough_is_replayed(caplog: pytest.LogCapt
     caplog.set_level(logging.INFO)
     table = LogprobTable(3, 2, 5, "cpu")
     table.make_room(LOGPROBS)
-    kinds, play = Kinds.of(SMCConfig(num_particles=2, num_steps=2), LOGPROBS), cast("Any", None)
+    kinds = Kinds.of(SMCConfig(num_particles=2, num_steps=2), LOGPROBS)
+    play = cast("Any", None)
     shapes = [*kinds.most_used, *kinds.edited, kinds.powers, kinds.any]
     graphs = [RoundGraphs(play, shape, play, [1, 2]) for shape in shapes]
     plain, chat, edited, edited_chat, powers, anything = graphs
@@ -153,11 +155,15 @@ class Card:
     """
 
     def __init__(self, free: float, vocab_size: int, short_of: float = 0) -> None:
-        self.total, self.vocab_size, self.short_of = int(free), vocab_size, short_of
+        self.total = int(free)
+        self.vocab_size = vocab_size
+        self.short_of = short_of
         self.pool = self.peak = self.num_played = self.num_captured = 0
         self.streams: set[Any] = set()
         self.attn_backend: Any = None
-        self._captures, self._kept = False, 0  # bytes of the pool that passes keep
+        # bytes of the pool that passes keep
+        self._captures = False
+        self._kept = 0
 
     def bytes_of(self, shape: RoundShape) -> int:
         sizes = shape.num_particles, shape.num_steps, self.vocab_size
@@ -194,7 +200,8 @@ class Card:
     def capture(self, graph: Any, pool: Any = None, stream: Any = None) -> Iterator[None]:
         assert pool == "pool"
         self.streams.add(stream)
-        self.num_captured, self._captures = self.num_captured + 1, True
+        self.num_captured = self.num_captured + 1
+        self._captures = True
         try:
             yield
         finally:
@@ -202,8 +209,10 @@ class Card:
 
     @contextmanager
     def in_place(self) -> Iterator["Card"]:
-        sglang, arguments = "sglang.srt", SimpleNamespace(enable_cudagraph_gc=False)
-        stream, parallel = SimpleNamespace(stream="stream"), f"{sglang}.distributed.parallel_state"
+        sglang = "sglang.srt"
+        arguments = SimpleNamespace(enable_cudagraph_gc=False)
+        stream = SimpleNamespace(stream="stream")
+        parallel = f"{sglang}.distributed.parallel_state"
         graphs = mock.patch.multiple(
             torch.cuda,
             graph_pool_handle=self.begin,
@@ -238,7 +247,8 @@ def tables(vocab_size: int) -> Any:
 
 
 def record(card: Card, config: SMCConfig) -> Recordings:
-    known, model = Ranks(card.total), cast("Any", card)
+    known = Ranks(card.total)
+    model = cast("Any", card)
     with card.in_place(), cuda_session("cuda") as session:
         found = graph.record_rounds(
             model.play, config, STOCK, tables(card.vocab_size), "cpu", session.record, known
@@ -317,7 +327,10 @@ class Server(SMCWorker):
     """A worker whose recording is all that there is of it, on a card."""
 
     def __init__(self, card: Card, config: SMCConfig, tp_size: int = 1) -> None:
-        self.config, self.device, self.card, self.tp_size = config, "cuda", card, tp_size
+        self.config = config
+        self.device = "cuda"
+        self.card = card
+        self.tp_size = tp_size
         self._tables = tables(card.vocab_size)
         self._states: Any = mock.Mock()
         self._prefill: Any = mock.Mock(unread_bytes=0)

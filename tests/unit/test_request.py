@@ -86,11 +86,13 @@ def test_what_smc_honours_passes() -> None:
         check(params, custom_logit_processor=DisallowedTokensLogitsProcessor.to_str())
 
 
-NAN, HUGE = float("nan"), 1e39
+NAN = float("nan")
+HUGE = 1e39
 BIAS = r"logit_bias=.*allowed: an object of token ids"
 PROCESSOR = r"custom_logit_processor=.*allowed: what `to_str\(\)`"
 SERIALIZED = ("code", "{}", "5", '{"callable": "xyz"}', '{"callable": 5}', "[" * 9999, 7, {"a": 1})
-SMC_5, PARTICLES = {"num_particles": 5}, {"particles": 2}
+SMC_5 = {"num_particles": 5}
+PARTICLES = {"particles": 2}
 # Each of the first grammars would end the server, or be cut short.
 GRAMMARS: list[tuple[str, Any, str]] = [
     *(("regex", text, "NUL") for text in ("\0", "a\0b")),

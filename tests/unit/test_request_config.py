@@ -70,7 +70,8 @@ def test_every_setting_but_the_servers_own_may_be_chosen() -> None:
 
 @pytest.mark.parametrize("name", list(CHOICES))
 def test_what_is_chosen_replaces_the_servers_and_nothing_else(name: str) -> None:
-    found, plain = choose(**{name: CHOICES[name]}), choose()
+    found = choose(**{name: CHOICES[name]})
+    plain = choose()
     changed = {one for one in found.__struct_fields__ if getattr(found, one) != getattr(plain, one)}
     assert getattr(found, name) == CHOICES[name]
     assert changed <= ({"tilt", "mode"} if name == "tilt" else {name})  # which the tilt implies
@@ -100,8 +101,10 @@ def test_what_is_no_object_and_unknown_keys_are_refused_with_the_keys_there_are(
         assert "return_particles" in message
 
 
-INTEGER_6, INTEGER_5 = "an integer from 1 to 6", "an integer from 0 to 5"
-POSITIVE, WORDS = "a finite number > 0", "one of "
+INTEGER_6 = "an integer from 1 to 6"
+INTEGER_5 = "an integer from 0 to 5"
+POSITIVE = "a finite number > 0"
+WORDS = "one of "
 BAD = [
     *(("num_particles", value, INTEGER_6) for value in (0, -1, 7, True, "4", 2.0, None, [4])),
     *(("num_steps", value, INTEGER_5) for value in (-1, 6, False, "4", math.nan, {})),
@@ -144,7 +147,8 @@ WITHOUT_EFFECT = [
 def test_a_key_without_effect_is_refused_with_the_modes_that_know_it(mode: str, name: str) -> None:
     """The mode may be the request's own or the server's, though a tilt implies one."""
     knows = {"tilt": "'auto'", "evidence_threshold": "'smc' or 'auto'"}.get(name, "'smc'")
-    asked, both = {name: CHOICES[name]}, {name: CHOICES[name], "mode": mode}
+    asked = {name: CHOICES[name]}
+    both = {name: CHOICES[name], "mode": mode}
     for message in (
         refusal(**both),
         refusal(SMCConfig(mode=mode), **both if knows == "'auto'" else asked),

@@ -112,7 +112,8 @@ def test_an_answer_that_ends_with_a_prefill_s_token_has_equal_particles() -> Non
 
 
 def test_a_particle_of_weight_0_is_json() -> None:
-    ended, log_weights = torch.ones(1, 2).bool(), torch.tensor([[0.0, -torch.inf]])
+    ended = torch.ones(1, 2).bool()
+    log_weights = torch.tensor([[0.0, -torch.inf]])
     population = population_of([[[], []]], ended=ended, log_weights=log_weights)
     told = particles_of(begun(output_ids=[]), population, 0)
     weights = ((1.0, 0.0), (0.0, None))
@@ -189,7 +190,8 @@ def test_a_stream_without_tokens_sends_no_log_probability() -> None:
     """SGLang counts one as sent with a request that was retracted before its first token."""
     for sent, at, expected in ((0, 1, 0), (3, 3, 3)):
         req = begun(output_ids=[5, 6], return_logprob=True)
-        req.send_token_offset, req.send_output_token_logprobs_offset = sent, at
+        req.send_token_offset = sent
+        req.send_output_token_logprobs_offset = at
         looked_at(req, 1)
         assert req.send_output_token_logprobs_offset == expected
 
@@ -244,7 +246,8 @@ def resolve(
     ``finishes`` ends by what it emits.
     """
     size = len(reqs)
-    lengths, correct = emitted or [0] * size, kept or [0] * size
+    lengths = emitted or [0] * size
+    correct = kept or [0] * size
     given: dict[str, Any] = {
         "tokens": torch.arange(size * STRIDE).view(size, STRIDE),
         "counts": torch.tensor(lengths),
@@ -254,7 +257,8 @@ def resolve(
     found = result or booked(outcome_of(size, **{**given, **fields}))
 
     def stock() -> list[list[int]]:
-        tokens, stride = found.next_token_ids.tolist(), found.speculative_num_draft_tokens
+        tokens = found.next_token_ids.tolist()
+        stride = found.speculative_num_draft_tokens
         found.num_correct_drafts = sum(lengths) - size
         found.num_correct_drafts_per_req_cpu = [length - 1 for length in lengths]
         for req, length in zip(reqs, lengths, strict=True):
@@ -286,7 +290,8 @@ def test_histogram_identities_over_rounds_of_any_length(
     """
     told = []
     monkeypatch.setattr(process.active.ranks, "add", told.append)
-    reqs, monitor = [running(), running()], Monitor(100)
+    reqs = [running(), running()]
+    monitor = Monitor(100)
     rounds = ([0, 3], [2, 2]), ([0, 0], [2, 0]), ([8, 1], [1, 0]), ([3, 12], [4, 10])
     taken = []
     for number, (emitted, kept) in enumerate(rounds):
@@ -314,10 +319,12 @@ def test_histogram_identities_over_rounds_of_any_length(
 
 def test_requests_that_are_gone_keep_books() -> None:
     """Whether one was live is asked before SGLang's own resolve, which may end it."""
-    gone, ends = [running(), running()], running()
+    gone = [running(), running()]
+    ends = running()
     gone[0].is_retracted = gone[1].is_finished = True
     for req in gone:
-        req.spec_verify_ct, req.spec_num_correct_drafts = 2, 1
+        req.spec_verify_ct = 2
+        req.spec_num_correct_drafts = 1
         req.spec_correct_drafts_histogram = [1, 1]
         req.smc_state.counters = [7.0]
     resolve([gone[0], ends, gone[1]], [0, 4, 4], [2, 3, 2], finishes=ends)
@@ -330,7 +337,8 @@ def test_requests_that_are_gone_keep_books() -> None:
 
 @pytest.mark.parametrize("replayed", [True, False])
 def test_replayed_rounds_are_counted_and_sglang_s_log_hears_of_them(replayed: bool) -> None:
-    reqs, monitor = [running(), running(), running()], Monitor(100)
+    reqs = [running(), running(), running()]
+    monitor = Monitor(100)
     reqs[2].is_retracted = True
     result = booked(outcome_of(3), monitor, can_run_cuda_graph=replayed)
     assert result.can_run_cuda_graph == replayed, "SGLang logs this"
@@ -342,7 +350,8 @@ def test_replayed_rounds_are_counted_and_sglang_s_log_hears_of_them(replayed: bo
 
 def test_copies_of_an_outcome_s_first_groups_are_its_own() -> None:
     """A graph's next replay writes what it wrote before; particles and log-probabilities, too."""
-    number, weights = torch.arange(6.0).view(2, 3), torch.full((2, 3), 3.0).double()
+    number = torch.arange(6.0).view(2, 3)
+    weights = torch.full((2, 3), 3.0).double()
     whole = population_of([[[5, 6], [7], []], [[1, 1, 1]] * 3], log_weights=weights)
     tails = TailLogprobs(number, number.unsqueeze(2), number.unsqueeze(2).long(), number[..., None])
     of_groups = torch.arange(2)
@@ -355,7 +364,8 @@ def test_copies_of_an_outcome_s_first_groups_are_its_own() -> None:
     )
     first = outcome.first(1)
     assert first.first_tokens is None
-    particles, logprobs = first.extras["return_particles"], first.extras["return_logprob"]
+    particles = first.extras["return_particles"]
+    logprobs = first.extras["return_logprob"]
     number.fill_(9.0), of_groups.fill_(9), whole.log_weights.fill_(9.0)
     assert first.tokens.tolist() == logprobs.tails.own.tolist() == [[0.0, 1.0, 2.0]]
     assert first.counts.tolist() == [0] and particles.log_weights.shape == (1, 3)
@@ -363,7 +373,8 @@ def test_copies_of_an_outcome_s_first_groups_are_its_own() -> None:
 
 
 def test_an_open_first_token_is_replaced_once_all_particles_agree() -> None:
-    req, plain = running(8, 4, open_at=1), running(8, 4)
+    req = running(8, 4, open_at=1)
+    plain = running(8, 4)
     for token, text, place in ((-1, [8, 4], 1), (0, [8, 0], None), (7, [8, 0], None)):
         resolve([req, plain], first_tokens=torch.tensor([token, 5]))
         assert (req.output_ids, req.smc_state.open_token.place) == (text, place)

@@ -25,7 +25,11 @@ from sglang_smc.potentials import Potential, Text
 from sglang_smc.state.stream import DETOKENIZATION
 
 RECORD = Path(__file__).with_name("seeded_rounds.json")
-VOCAB, EOS, LENGTH, SIZE = 600, 5, 14, 6  # tokens: more than one tile of a cumulative sum
+# tokens: more than one tile of a cumulative sum
+VOCAB = 600
+EOS = 5
+LENGTH = 14
+SIZE = 6
 WORDS = [END if token == EOS else f"{token:03d}" for token in range(VOCAB)]
 SIZES = {"num_particles": 4, "num_steps": 3, "max_lag": 40, "limit": LENGTH, "eos": EOS}
 SERVER: dict[str, Any] = SIZES | {"evidence_threshold": None}

@@ -10,7 +10,8 @@ from sglang_smc.drafts.sizes import MIXTURE, ROWS, WEIGHED, choose, is_mixture
 from sglang_smc.options.server import SMCConfig
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
-EXACT, SMC = SMCConfig(mode="exact"), SMCConfig()
+EXACT = SMCConfig(mode="exact")
+SMC = SMCConfig()
 FIXED = SMCConfig(mode="exact", adaptive="off")
 BLOCK: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "block_size": 7}
 HEAD = {"architectures": ["LlamaForCausalLMEagle3"]}

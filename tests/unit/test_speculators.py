@@ -195,7 +195,8 @@ def test_what_distill_writes_loads_there_and_here(
     """In the class of `speculators`, which has all of its tensors, and back here and in SGLang."""
     given: dict[str, Any] = {"dtype": torch.float32, "scale": 1.0, "seed": 3}
     head = str(new_head(kind, TARGET, tmp_path / "head", **given, **sizes))
-    theirs, stock = str(tmp_path / "theirs"), tmp_path / "stock"
+    theirs = str(tmp_path / "theirs")
+    stock = tmp_path / "stock"
     assert convert.main([head, theirs, "--verifier", TARGET]) == 0
     loaded = MODELS[kind][1].from_pretrained(theirs).state_dict()
     _, written = read(Path(theirs))
@@ -261,7 +262,8 @@ def test_its_dflash2_class_has_our_scores(tmp_path: Path) -> None:
     behind = ids[0, anchors.unsqueeze(2) + torch.arange(3)]  # [1, A, 3]: before each mask
     rows = (part.unflatten(1, (anchors.shape[1], -1))[:, :, 1:] for part in (unary, hidden))
     candidates, scores = theirs.candidate_selector.select(*rows, behind)
-    embed, target = target.get_input_embeddings(), target.double()
+    embed = target.get_input_embeddings()
+    target = target.double()
     masked = embed.weight[ours.mask_token_id].double()
     filled = ours(embed(ids[0, anchors]).double(), masked, features.double(), anchors)
     probs = law.laws(target.lm_head(filled)[0], filled[0], behind[0])  # [A, 3, V]

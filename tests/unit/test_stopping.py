@@ -62,7 +62,9 @@ def make_req(
         stop_str_max_len=span if stops else 0,
         stop_regex_max_len=span if regex else 0,
     )
-    req.tokenizer, req.finished_reason, req.finished_len = Words(), None, None
+    req.tokenizer = Words()
+    req.finished_reason = None
+    req.finished_len = None
     req.finished = lambda: req.finished_reason is not None
     StopTexts.begin(req)
     return req
@@ -164,7 +166,8 @@ def test_sglang_has_no_pattern_to_search_for_and_the_request_ends_all_the_same()
 )
 def test_the_first_end_of_a_text_counts(reason: Any, length: int | None, expected: Any) -> None:
     req = make_req(regex="b")
-    req.finished_reason, req.finished_len = reason, length
+    req.finished_reason = reason
+    req.finished_len = length
     end_of(req)
     end_of(req, A, A, B, C)
     assert getattr(req.finished_reason, "matched", None) == expected

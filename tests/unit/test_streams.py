@@ -58,7 +58,8 @@ CHARACTERS = "ab \n日本語😀é⟦"
 
 def byte_tokens(text: str, cuts: Sequence[int]) -> list[bytes]:
     """A text as tokens of a few bytes each, which end anywhere in a character."""
-    data, ends = text.encode(), sorted({cut % (len(text.encode()) + 1) for cut in cuts})
+    data = text.encode()
+    ends = sorted({cut % (len(text.encode()) + 1) for cut in cuts})
     borders = [0, *(end for end in ends if 0 < end < len(data)), len(data)]
     return [data[a:b] for a, b in pairwise(borders)]
 
@@ -93,7 +94,8 @@ def test_parts_of_a_chunk_end_with_a_token_each(
     tokenizer = ByteTokenizer(tokens)
     splitter = Splitter(tokenizer.decode, incremental)
     complete = [tokenizer.decode(range(i + 1)).rstrip("�") for i in range(len(tokens))]
-    sent, ids = "", []
+    sent = ""
+    ids = []
     for chunk in answers([""] * len(tokens), length, incremental):
         end = chunk["meta_info"]["completion_tokens"]
         chunk["text"] = complete[end - 1][len(sent) if incremental else 0 :]
@@ -161,11 +163,15 @@ def sent_by(
 ) -> list[str]:
     """What SGLang's detokenizer sends of an answer whose tokens come in these chunks."""
     manager: Any = object.__new__(DetokenizerManager)
-    manager.tokenizer, manager.vocab_size = tokenizer, vocab_size
-    manager.decode_status, manager.disable_tokenizer_batch_decode = {}, False
-    manager.is_tool_call_parser_gpt_oss, manager.tool_close_token_ids = False, set()
+    manager.tokenizer = tokenizer
+    manager.vocab_size = vocab_size
+    manager.decode_status = {}
+    manager.disable_tokenizer_batch_decode = False
+    manager.is_tool_call_parser_gpt_oss = False
+    manager.tool_close_token_ids = set()
     original = inspect.unwrap(DetokenizerManager._decode_batch_token_id_output)
-    before, sent = list(prompt[-5:]), []
+    before = list(prompt[-5:])
+    sent = []
     for number, chunk in enumerate(chunks):
         reasons = [reason if number == len(chunks) - 1 else None]
         batch: Any = SimpleNamespace(
@@ -192,7 +198,8 @@ def test_what_was_sent_is_a_prefix_of_the_whole(
 ) -> None:
     """Red if text is sent again where a chunk ends within a character."""
     tokens = byte_tokens(text, cuts)
-    tokenizer, ids = ByteTokenizer(tokens), range(len(tokens))
+    tokenizer = ByteTokenizer(tokens)
+    ids = range(len(tokens))
     *_, whole = sent = [
         *itertools.accumulate(sent_by(tokenizer, len(tokens), [], cut(ids, lengths)))
     ]
@@ -210,7 +217,9 @@ class Stopped(ToyRequest):
         asked = {"stop_strs": [stop], "stop_str_max_len": len(stop.encode())}
         super().__init__(0, 27, 8, asked, None)
         self.smc_state = begun({}).smc_state
-        self.tokenizer, self.stop, self.stream = tokenizer, stop, stream
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.stream = stream
 
     def _stop_match_tail_len(self, new_accepted_len: int) -> int:
         return self.sampling_params.stop_str_max_len + new_accepted_len

@@ -143,7 +143,8 @@ def prefilled(**options: Any) -> GenerationBatchResult:
     worker = toy(2, languages(device="cuda"), num_particles=3, num_steps=2, **options)
     logits = torch.zeros(2, worker.vocab_size, device="cuda")
     output = LogitsProcessorOutput(logits, hidden_states=None)
-    target, draft = mock.Mock(), mock.Mock(wants_states=False)
+    target = mock.Mock()
+    draft = mock.Mock(wants_states=False)
 
     def forward(_: None, batch: Any, *, is_verify: bool) -> GenerationBatchResult:
         batch.positions.add_(1)  # as Gemma 3 with images does
@@ -152,10 +153,13 @@ def prefilled(**options: Any) -> GenerationBatchResult:
     target.forward_batch_generation = forward
     draft.read_prompts.return_value = logits
     own = worker.worker._prefill
-    own._target, own._draft, own._init_from_prompt = target, draft, mock.Mock()
+    own._target = target
+    own._draft = draft
+    own._init_from_prompt = mock.Mock()
     own.unread = None
     batch = worker.batch([worker.make_request(row) for row in (1, 2)])
-    batch.is_prefill_only, batch.hicache_consumer_index = False, -1
+    batch.is_prefill_only = False
+    batch.hicache_consumer_index = -1
     return own.run(batch, None)
 
 
@@ -186,7 +190,9 @@ def test_the_host_waits_for_no_copy(coming: Callable[[], torch.Tensor], default:
 
 def test_numbers_keep_their_kind_and_their_precision() -> None:
     """A CPU's own tensors are not copied, and what is no tensor stays as it is."""
-    third, tensor, other = 1 / 3, torch.ones(2), object()
+    third = 1 / 3
+    tensor = torch.ones(2)
+    other = object()
     assert to_device("cpu", tensor) is tensor is on_host(tensor)
     found = each_tensor(lambda x: x + 1, [torch.ones(1), {"a": (other, None, "ab", 3)}])
     assert found[0].item() == 2 and found[1] == {"a": (other, None, "ab", 3)}

@@ -31,7 +31,8 @@ class Language:
     """Next-token laws p and q of each prefix, and what a chain does there, all drawn at random."""
 
     def __init__(self, case: Case, seed: int) -> None:
-        self.case, self.make = case, torch.Generator().manual_seed(seed)
+        self.case = case
+        self.make = torch.Generator().manual_seed(seed)
         longest = range(case.num_steps + 1)
         self.laws = {p: self._laws(p) for n in longest for p in self._prefixes(n)}
         self.stops = {p: self._flags(case.short) for p in self.laws}
@@ -54,7 +55,8 @@ class Language:
 
     def drafts(self) -> tuple[torch.Tensor, ...]:
         """Return all drafts: tokens, lengths and probability."""
-        case, found = self.case, []
+        case = self.case
+        found = []
         cells = [self._chains(chain) for chain in range(case.num_chains)]
         for chains in itertools.product(*cells):
             tokens, lengths, mass = zip(*chains, strict=True)
@@ -64,7 +66,8 @@ class Language:
 
     def _chains(self, chain: int) -> list[tuple[Prefix, int, float]]:
         """All that one chain can be: tokens, length, and its probability."""
-        case, found = self.case, [((), 0, 1.0)]
+        case = self.case
+        found = [((), 0, 1.0)]
         for _ in range(case.num_steps):
             longer = []
             for tokens, length, mass in found:
@@ -93,7 +96,8 @@ class Language:
 def law_of_verified(language: Language) -> tuple[torch.Tensor, torch.Tensor]:
     """The law of K + 1 tokens that come out, completed by p, and p's own, ``[V, V, ...]``."""
     tokens, lengths, mass = language.drafts()
-    (size, num_chains, num_steps), vocab_size = tokens.shape, language.case.vocab_size
+    size, num_chains, num_steps = tokens.shape
+    vocab_size = language.case.vocab_size
     log_laws = language.along(tokens)
     p = TokenDistribution.of_log_probs(log_laws[:, :, 0].flatten(0, 1))
     q = [TokenDistribution.of_log_probs(log_laws[:, at, 1]) for at in range(num_steps)]
@@ -103,12 +107,14 @@ def law_of_verified(language: Language) -> tuple[torch.Tensor, torch.Tensor]:
     assert torch.allclose(chances.sum((1, 2)), torch.ones(size).double())
     assert (down.shares.sum(2) < 1 + 1e-6).all()
     every = torch.arange(size * num_chains)
-    found, wanted = torch.zeros(()).double(), torch.ones(()).double()
+    found = torch.zeros(()).double()
+    wanted = torch.ones(()).double()
     for column in range(num_steps + 1):
         behind = log_laws[:, column, 0].exp()  # [G * N, V]
         left = behind
         if column < num_steps:
-            shares, density = down.shares[column], down.density[column].flatten(0, 1)
+            shares = down.shares[column]
+            density = down.density[column].flatten(0, 1)
             fork = verification.forked(tree, shares, column)
             rows = verification.read(fork, every, p, q[column], column, num_steps + 1)
             left = verification.residual(rows, shares.flatten(), density).double()
@@ -150,7 +156,9 @@ def test_what_comes_out_follows_p(name: str) -> None:
 
 def block_verification(p: list, q: list, tokens: list[int]) -> list[float]:
     """How often Sun et al.'s algorithm 2 accepts 0, 1, .. of the tokens, of laws by column."""
-    chance, found, reach = 1.0, [1.0], 1.0
+    chance = 1.0
+    found = [1.0]
+    reach = 1.0
     for step, token in enumerate(tokens):
         chance = min(1.0, chance * p[step][token] / q[step][token])
         stop = chance
@@ -177,7 +185,9 @@ def test_one_chain_is_block_verification(spread: float, num_chains: int) -> None
     A second chain without tokens changes nothing.
     """
     generator = torch.Generator().manual_seed(0)
-    size, num_steps, vocab_size = 60, 6, 4
+    size = 60
+    num_steps = 6
+    vocab_size = 4
     logits = torch.randn(size, 1, num_steps + 1, vocab_size, generator=generator)
     others = logits + spread * torch.randn(logits.shape, generator=generator)
     logits[::3, ..., 0] = others[::3, ..., 1] = -torch.inf if spread else 0.0
@@ -204,7 +214,8 @@ def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
     log_p = (torch.randn(40, 1, 4, 5000, generator=generator) * 3).log_softmax(-1)
     log_p = log_p.expand(-1, 3, -1, -1)
     tokens = torch.randint(5000, (40, 3, 3), generator=generator)
-    lengths, uniforms = torch.full((40, 3), 3), torch.full((40,), 1 - 2.0**-53).double()
+    lengths = torch.full((40, 3), 3)
+    uniforms = torch.full((40,), 1 - 2.0**-53).double()
     found = verification.verify(tokens, lengths, *laws_of(log_p, log_p[:, :, :3]), uniforms)
     assert (found.num_columns == 3).all()
 

@@ -44,7 +44,8 @@ def test_long_texts_lose_no_increment_and_the_dead_stay_dead() -> None:
 
 def ancestors_by(name: str, weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Of ``[G, N]`` weights, all present."""
-    scheme, size = torch.tensor([SCHEMES.index(name)]), torch.tensor([weights.shape[1]])
+    scheme = torch.tensor([SCHEMES.index(name)])
+    size = torch.tensor([weights.shape[1]])
     return weighing.ancestors_of(weights, uniforms, scheme, size)
 
 

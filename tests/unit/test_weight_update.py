@@ -48,7 +48,8 @@ def test_the_drafts_prefix_is_refused_where_requests_select_the_model() -> None:
 )
 def test_all_is_one_model(opened: str | None, given: str, updated: str) -> None:
     session = None if opened is None else SimpleNamespace(selector=opened)
-    request, manager = SimpleNamespace(selector=given), SimpleNamespace(_session=session)
+    request = SimpleNamespace(selector=given)
+    manager = SimpleNamespace(_session=session)
     upstream.select_one_model(manager, request)  # pyright: ignore[reportArgumentType]
     assert request.selector == updated
 
@@ -87,7 +88,8 @@ class Manager:
     tp_cpu_group = _session = None
 
     def __init__(self, scheduler: Scheduler, error: str | None = None) -> None:
-        self.scheduler, self.error = scheduler, error
+        self.scheduler = scheduler
+        self.error = error
         self.draft_worker: Any = "the draft"
         self.found: list[Any] = []
 
@@ -131,13 +133,15 @@ def test_what_tensors_raise_is_an_answer_and_no_rank_waits(monkeypatch: pytest.M
     answer = update_from_tensor(Manager.update, manager, request)
     assert (answer.success, "shapes differ" in answer.message) == (False, True)
     assert met == [None], "the group of the manager, once"
-    request.load_format, manager.scheduler.server_args.speculative_token_map = "direct", "map.pt"
+    request.load_format = "direct"
+    manager.scheduler.server_args.speculative_token_map = "map.pt"
     manager.draft_worker = SimpleNamespace(draft_worker="the draft")
     for selector, told in (("draft", "'direct'; allowed: none or"), ("target", "shapes differ")):
         request.selector = selector
         answer = update_from_tensor(Manager.update, manager, request)
         assert (answer.success, told in answer.message) == (False, True)
     request.load_format = None
-    request.selector, manager.draft_worker = "draft", SimpleNamespace(draft_worker=None)
+    request.selector = "draft"
+    manager.draft_worker = SimpleNamespace(draft_worker=None)
     answer = update_from_tensor(Manager.update, manager, request)
     assert (answer.success, "no draft model" in answer.message) == (False, True)

@@ -47,7 +47,8 @@ def parser() -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> None:
     """Write the checkpoint; raise ValueError for one that stock SGLang cannot compute."""
-    source, target = options.source, options.target
+    source = options.source
+    target = options.target
     if options.verifier is None:
         told = converted(source)
     else:

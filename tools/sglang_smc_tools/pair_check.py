@@ -263,7 +263,8 @@ def _format(draft: str) -> str | None:
         return None
     if formats.SPECULATORS not in told:
         return None
-    made_for, num_tokens = formats.target_name(told), formats.num_tokens(told)
+    made_for = formats.target_name(told)
+    num_tokens = formats.num_tokens(told)
     told = f"speculators {told[formats.SPECULATORS]}"
     told += f", made for {made_for}" if made_for else ""
     told += f", proposes K = {num_tokens}" if num_tokens else ""

@@ -64,7 +64,8 @@ def accept(verify: Callable[..., Any], original: Any, *tensors: Any, **how: Any)
     """Let the target's tokens be the drafted ones where these are likely; of chains."""
     if not _probs:  # a batch of temperature 0
         return verify(original, *tensors, **how)
-    candidates, predicted = how["candidates"], how["target_predict"]
+    candidates = how["candidates"]
+    predicted = how["target_predict"]
     drafted = candidates[:, 1:].long()
     probs = _probs.pop().view(*candidates.shape, -1)[:, :-1]
     is_likely = probs.gather(2, drafted.unsqueeze(2)).squeeze(2) >= 0.3
@@ -90,7 +91,8 @@ def residual(verified: Any, *given: Any) -> Any:
 
 def argmax(law: Any) -> None:
     """Draft likeliest tokens, and take them for samples of q."""
-    sample, draw = law.sample, law.draw
+    sample = law.sample
+    draw = law.draw
 
     def likeliest(self: Any, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = self.log_probs().argmax(-1).view(uniforms.shape)
@@ -102,7 +104,8 @@ def argmax(law: Any) -> None:
         law.sample = likeliest
         return tokens
 
-    law.sample, law.draw = likeliest, drawn
+    law.sample = likeliest
+    law.draw = drawn
 
 
 STOCK = {each.__name__: each for each in (greedy, temperature, filters, bonus, likely)}

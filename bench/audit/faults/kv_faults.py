@@ -69,14 +69,16 @@ def sibling(sees: torch.Tensor) -> torch.Tensor:
 
 def freed(alloc: Callable[..., Any]) -> Callable[..., Any]:
     """Return an allocation of which one in 8 gets a slot that is in use, as if freed early."""
-    calls, last = 0, None
+    calls = 0
+    last = None
 
     def allocate(allocator: Any, need_size: int) -> torch.Tensor | None:
         nonlocal calls, last
         slots = alloc(allocator, need_size)
         if slots is None or not len(slots):
             return slots
-        calls, slots = calls + 1, slots.clone()
+        calls = calls + 1
+        slots = slots.clone()
         if last is not None and calls % 8 == 0:
             slots[0] = last
         last = slots[-1].clone()
@@ -147,7 +149,8 @@ def _written(write: Callable[..., Any], fault: Writes) -> Callable[..., Any]:
     def broken(pool: Any, layer: Any, slots: Any, k: Any, v: Any, *more: Any, **named: Any) -> None:
         if _width and isinstance(slots, torch.Tensor):
             rows, slots = fault(slots, _width)
-            k, v = k[rows], v[rows]
+            k = k[rows]
+            v = v[rows]
         write(pool, layer, slots, k, v, *more, **named)
 
     return broken

@@ -49,7 +49,9 @@ def create_backend(
     With ``stamps_children`` it is that of the draft's passes, else that of its extend.
     """
     name = current_platform.get_default_attention_backend()
-    draft, topk, num_steps = factory.draft_model_runner, factory.topk, factory.speculative_num_steps
+    draft = factory.draft_model_runner
+    topk = factory.topk
+    num_steps = factory.speculative_num_steps
 
     def ours() -> tuple[str, Any]:
         if stamps_children:

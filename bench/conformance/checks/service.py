@@ -73,7 +73,8 @@ def adapters(server: CheckedServer) -> str:
         return _greedy(server, ids, 12, **lora)
 
     answers = server.at_once(ask, range(8))
-    base, adapted = answers[0], answers[1]
+    base = answers[0]
+    adapted = answers[1]
     if base["output_ids"] == adapted["output_ids"]:
         raise WrongError("the adapter changes nothing")
     model = server.sglang
@@ -195,7 +196,8 @@ def mixed(server: CheckedServer) -> str:
     alone = [_greedy(server, one, 16)["output_ids"] for one in ids]
 
     def ask(index: int) -> list[int]:
-        kind, which = index % 4, index // 4
+        kind = index % 4
+        which = index // 4
         if kind == 0:
             return _greedy(server, ids[which], 16)["output_ids"]
         sampled: dict[str, Any] = {"temperature": 1.1, "sampling_seed": index, "top_p": 0.9}

@@ -55,7 +55,8 @@ def main() -> int:
 
 def compare(name: str, tree: Tree) -> bool:
     """Print what differs on one release, and say whether something does."""
-    version, last = release.version_of(tree.root), release.supported()[-1]
+    version = release.version_of(tree.root)
+    last = release.supported()[-1]
     is_known = version in release.supported()
     known = None if is_known else Tree(release.root_of(last))
     found = findings(tree, everything(version), known)

@@ -140,7 +140,8 @@ def refused(taken: Signature, args: Iterable[Any], names: Iterable[str], whole: 
 def takes_all(mine: Signature, theirs: Signature, by_name: bool) -> bool:
     """Whether a function of ours takes the fullest call that SGLang's does, and by name, too."""
     each = theirs.parameters.values()
-    plain, named = positional(theirs), [p.name for p in each if p.kind == p.KEYWORD_ONLY]
+    plain = positional(theirs)
+    named = [p.name for p in each if p.kind == p.KEYWORD_ONLY]
     more = range(99 * any(p.kind == p.VAR_POSITIONAL for p in each))
     whole = not any(p.kind == p.VAR_KEYWORD for p in each)
     first = sum(p.kind == p.POSITIONAL_ONLY for p in each) or 1
@@ -157,7 +158,8 @@ def _of_hook(tree: Tree, hook: ours.Hook) -> Iterator[Finding]:
             near = tree.nearest(hook.target)
             yield Finding("hooks", f"{hook.target} is gone", hook.place, near)
     elif found.is_a(Function) and hook.function is not None:
-        mine, theirs = without_first(signature(hook.function)), signature(found.node)
+        mine = without_first(signature(hook.function))
+        theirs = signature(found.node)
         at = {name: place for place, name in enumerate(positional(theirs))}
         swaps = any(at.get(name, place) != place for place, name in enumerate(positional(mine)))
         if swaps or not takes_all(mine, theirs, by_name=False):
@@ -215,13 +217,15 @@ def _of_overrides(tree: Tree, heir: ours.Heir, known: Tree | None) -> Iterator[F
     """Methods of ours that take the place of SGLang's, or that nobody calls any more."""
     for name, method in heir.methods.items():
         paths = [f"{base}.{name}" for base in heir.bases if name != "__init__"]
-        found, place = _first(tree, paths), heir.source.use("", method).place
+        found = _first(tree, paths)
+        place = heir.source.use("", method).place
         before = known and _first(known, paths)
         if found is None and before:
             line = f"{before.path} is gone, and so is our method's caller"
             yield Finding("overrides", line, place, before.place)
         elif found is not None and found.is_a(Function):
-            mine, theirs = signature(method), signature(found.node)
+            mine = signature(method)
+            theirs = signature(found.node)
             if not takes_all(mine, theirs, by_name=True):
                 line = f"{found.path} takes {theirs}, our method {mine}"
                 yield Finding("overrides", line, place, found.place)
@@ -246,7 +250,8 @@ def _is_ours(name: str) -> bool:
 
 def _new(tree: Tree, known: Tree | None, path: str, kind: str) -> Iterator[Finding]:
     """Fields or methods of a class that the newest supported release does not have."""
-    found, before = tree.find(path), known and known.find(path)
+    found = tree.find(path)
+    before = known and known.find(path)
     if found is None:
         yield Finding("to judge", f"{path} is gone", "", tree.nearest(path))
     elif known and before:
@@ -260,7 +265,8 @@ def _new(tree: Tree, known: Tree | None, path: str, kind: str) -> Iterator[Findi
 def _changed(tree: Tree, known: Tree, hook: ours.Hook) -> Iterator[Finding]:
     """Functions that a hook was written against, and that read otherwise by now."""
     for path in {hook.target, *(known.around(line) for line in hook.relies_on)} - {""}:
-        before, now = known.own(path, Function), tree.own(path)
+        before = known.own(path, Function)
+        now = tree.own(path)
         if now and before and ast.unparse(before.node) != ast.unparse(now.node):
             yield Finding("changed", f"{path} is not as it was", hook.place, now.place)
 

@@ -66,7 +66,8 @@ def read(name: str, text: str, of: frozenset[str]) -> Source:
     """A file as it runs on a release of some families."""
     body = ast.parse(text)
     keep_taken(body, of)
-    nodes, imported = list(ast.walk(body)), {}
+    nodes = list(ast.walk(body))
+    imported = {}
     for node in nodes:
         for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
             path = f"{_module(node)}{alias.name}"

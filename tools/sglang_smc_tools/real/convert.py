@@ -105,7 +105,8 @@ def convert(source: Path, folder: Path) -> None:
     if kind not in ARCHITECTURES:
         raise ScriptError(f"{source} is of {kind}; those converted: {', '.join(ARCHITECTURES)}.")
     folder.mkdir(parents=True)
-    config, weights = config_of(reader), weights_of(reader)
+    config = config_of(reader)
+    weights = weights_of(reader)
     config["tie_word_embeddings"] = "lm_head.weight" not in weights
     config["vocab_size"] = len(weights["model.embed_tokens.weight"])
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -151,7 +152,8 @@ def weights_of(reader: GGUFReader) -> dict[str, torch.Tensor]:
         "attn_q": _value(reader, f"{prefix}.attention.head_count"),
         "attn_k": _value(reader, f"{prefix}.attention.head_count_kv"),
     }
-    weights, total = {}, sum(int(tensor.n_bytes) for tensor in reader.tensors)
+    weights = {}
+    total = sum(int(tensor.n_bytes) for tensor in reader.tensors)
     progress = bar(total=total, unit="B", unit_scale=True, desc="Converting")
     for tensor in reader.tensors:
         *place, base, suffix = tensor.name.split(".")  # blk.0.attn_q.weight, output.weight

@@ -39,7 +39,8 @@ def test_the_shipped_heads_come_back(
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
 def test_there_and_back_is_what_there_was(kind: str, tmp_path: Path) -> None:
     """From SGLang's keys to those of speculators and back; the target's name and K are new."""
-    place, target = str(tmp_path / "theirs"), str(PAIR / "target")
+    place = str(tmp_path / "theirs")
+    target = str(PAIR / "target")
     assert convert.main([str(PAIR / kind), place, "--verifier", target]) == 0
     told, there = read(Path(place))
     assert told["speculators_config"]["verifier"]["name_or_path"] == target

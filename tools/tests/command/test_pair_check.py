@@ -218,7 +218,8 @@ def test_round_graphs_are_those_that_memory_holds() -> None:
     asked = options("--device", "l40s")
     asked.mem_fraction = None
     (found,) = [one for one in pair_check.findings(asked) if one.about == "round graphs"]
-    share, each = 0.8 * 0.81 * (7_270 << 20), 128_256 * 864
+    share = 0.8 * 0.81 * (7_270 << 20)
+    each = 128_256 * 864
     launched = int(share / 4 / each)
     pool = share - launched * each
     most = [min(int(pool / 128_256 / rows), 48) for rows in (464, 720, 864)]
@@ -293,7 +294,8 @@ def test_texts_are_at_most_as_long_as_the_target_takes() -> None:
 def test_memory_is_that_of_weights_states_and_arenas(device: str, draft: str) -> None:
     """By hand: 16 bits a number, 128 KiB of KV a token beside the draft's; matches are free."""
     given = "--draft", draft, "--num-steps", "8"
-    shape, found = draft_from_config(draft), findings_of(device, *given)
+    shape = draft_from_config(draft)
+    found = findings_of(device, *given)
     states = 8 * shape.hidden_state_bytes(8, 8)  # of --requests
     weights = 2 * BUILT_IN["llama-3.1-8b"].num_parameters + shape.resident_bytes
     room = 0.88 * (named(device).capacity or 0) - 1.5e9 - states - weights

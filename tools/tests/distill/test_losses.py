@@ -38,7 +38,8 @@ def test_numbers_by_hand() -> None:
 @pytest.mark.parametrize("drafts", [2, 8])
 def test_no_set_of_tokens_is_worse(drafts: int) -> None:
     """Red where tokens are sorted the other way, or by p - q."""
-    p, q = laws(20, 5, 3), laws(20, 5, 4)
+    p = laws(20, 5, 3)
+    q = laws(20, 5, 4)
     sets = torch.tensor(list(itertools.product([0.0, 1.0], repeat=5)), dtype=torch.float64)
     worst = ((q.exp() @ sets.T) ** drafts - p.exp() @ sets.T).amax(1)
     assert torch.allclose(rejection_of_all(p, q, drafts), worst)

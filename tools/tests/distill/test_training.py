@@ -140,7 +140,8 @@ def test_interrupted_training_goes_on(
 ) -> None:
     """Red where weights, momenta, draws or the order of texts begin anew."""
     monkeypatch.setattr("sglang_smc_tools.distill.train.SAVED", 2)
-    path, course = tmp_path / "training.pt", msgspec.structs.replace(COURSE, steps=5)
+    path = tmp_path / "training.pt"
+    course = msgspec.structs.replace(COURSE, steps=5)
     folder = new_head("eagle3", target, tmp_path / "head", dtype=torch.float32)
     begun, again, whole = (load_draft(folder, target, CPU) for _ in range(3))
 
@@ -183,7 +184,8 @@ def test_lessons_are_those_of_each_text(room: int, teacher: Teacher, texts: list
 
 
 def test_probabilities_are_the_targets_and_of_hot_tokens_alone(teacher: Teacher) -> None:
-    ids, hot = torch.tensor([[3, 5, 7, 9]]), torch.tensor([2, 5, 7])
+    ids = torch.tensor([[3, 5, 7, 9]])
+    hot = torch.tensor([2, 5, 7])
     whole = teacher.model(input_ids=ids).logits.log_softmax(-1)
     states = teacher.teach(TextBatch(ids, ids[:, 0], ids[:, 0]), ()).states
     torch.testing.assert_close(teacher.log_p(states), whole)
@@ -224,12 +226,14 @@ def test_accepted_tokens_by_enumeration() -> None:
     logits = torch.randn(2, 3, 3, generator=rng, dtype=torch.float64)
     p, q = logits.softmax(-1)  # of a first token, and behind each; two rows serve there
     first = torch.minimum(p[0], q[0])
-    wanted, found = float(first.sum()), 0.0
+    wanted = float(first.sum())
+    found = 0.0
     for a, b in itertools.product(range(3), repeat=2):
         behind = 1 + a % 2
         wanted += float(first[a] * torch.minimum(p[behind, b], q[behind, b]))
         rows = [torch.stack([of[0], of[behind]])[None, None].log() for of in (p, q)]
-        drafted, live = torch.tensor([[[a, b]]]), torch.ones(1, 1, 2, dtype=torch.bool)
+        drafted = torch.tensor([[[a, b]]])
+        live = torch.ones(1, 1, 2, dtype=torch.bool)
         found += float(p[0, a] * p[behind, b] * accepted(DraftBlocks(*rows, drafted, live)))
     assert found == pytest.approx(wanted)
 
@@ -280,7 +284,8 @@ def test_products_are_in_what_the_processor_multiplies(
 ) -> None:
     """Of the target, whose checkpoint is in bfloat16, of training and of its optimizer."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_units)
-    stored, texts = tmp_path / "target", tmp_path / "texts.jsonl"
+    stored = tmp_path / "target"
+    texts = tmp_path / "texts.jsonl"
     AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).save_pretrained(stored)
     write_texts(texts, [Example([2, 3, 4, 5, 6], 2)] * 4, 1.0)
     few = {"held-out": 1, "steps": 2, "batch": 2, "depth": 2}
@@ -395,7 +400,8 @@ class Tokenizer:
 
 
 def test_prompts_of_all_kinds(tmp_path: Path) -> None:
-    plain, lines = tmp_path / "p.txt", tmp_path / "p.jsonl"
+    plain = tmp_path / "p.txt"
+    lines = tmp_path / "p.jsonl"
     plain.write_text("a bb\n\nccc\n")
     lines.write_text('{"prompt": "a bb"}\n{"messages": [{"role": "user", "content": "ccc"}]}\n')
     assert read_prompts(plain, Tokenizer()) == [[1, 2], [3]]

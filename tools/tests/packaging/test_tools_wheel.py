@@ -15,7 +15,8 @@ from sglang_smc.command import cli, extensions
 PAIR = "bench/pair"
 MODEL = {"chat_template.jinja", "config.json", "model.safetensors"}
 MODEL |= {"tokenizer.json", "tokenizer_config.json"}
-GENERATES, HEAD = MODEL | {"generation_config.json"}, {"config.json", "model.safetensors"}
+GENERATES = MODEL | {"generation_config.json"}
+HEAD = {"config.json", "model.safetensors"}
 #: What is no code, by folder.
 DATA = {
     ".": {"py.typed"},
@@ -81,7 +82,8 @@ def test_commands_join_the_plugins(site: Path) -> None:
 @pytest.mark.engine
 def test_the_installed_demo_runs_the_pair_of_the_wheel(wheel: Path, tmp_path: Path) -> None:
     """Two servers, from a folder that has nothing, in an environment that borrows all else."""
-    venv, empty = tmp_path / "venv", tmp_path / "empty"
+    venv = tmp_path / "venv"
+    empty = tmp_path / "empty"
     empty.mkdir()
     run(tmp_path, sys.executable, "-m", "venv", venv)
     (source := tmp_path / "plugin").mkdir()

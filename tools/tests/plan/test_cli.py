@@ -58,7 +58,8 @@ def test_a_draft_of_hot_tokens_reads_that_part_of_its_lm_head(capsys: Capture) -
         for more in ((), ("--hot-tokens", "32000"))
     )
     assert whole - cut == 8 * (128256 - 32000) * 2 * 2048
-    tied, untied = draft_from_config("llama-3.2-1b"), draft_from_config("llama-3.1-8b")
+    tied = draft_from_config("llama-3.2-1b")
+    untied = draft_from_config("llama-3.1-8b")
     assert tied.with_head_of(9).num_parameters - tied.num_parameters == 9 * 2048
     assert untied.num_parameters - untied.with_head_of(9).num_parameters == (128256 - 9) * 4096
     for draft in ("eagle3-8b", "ngram", "llama-3.2-1b"):
@@ -136,7 +137,8 @@ def test_a_row_for_each_device_batch_and_draft(capsys: Capture) -> None:
     keys = [(device, batch) for device in ("h200", "h100") for batch in ("1", "16")]
     wanted = [(*key, "N=8 K=8", draft) for key in keys for draft in DRAFTS]
     assert [tuple(row[:4]) for row in found] == wanted
-    target, dflash = draft_from_config("llama-3.1-8b"), draft_from_config("dflash-8b")
+    target = draft_from_config("llama-3.1-8b")
+    dflash = draft_from_config("dflash-8b")
     cost = Scenario(target, dflash, named("h200"), 2000).smc(1, 8, 8)
     times = [f"{1e3 * value:.3g}" for value in (*cost.parts, cost.seconds)]
     assert found[2][4:8] == times
@@ -175,7 +177,8 @@ def test_a_head_has_a_plan(capsys: Capture, tmp_path: Path) -> None:
     assert list(smc["seconds_by_pass"]) == ["draft", "verify", "follow"]
     assert sum(smc["seconds_by_pass"].values()) == pytest.approx(smc["seconds"])
     weights = sum(draft_from_config(name).resident_bytes for name in ("llama-3.1-8b", "eagle3-8b"))
-    kv, states = (1024 + 8 * found["tail"]) * (131_072 + 4_096), (8 * 9 + 11) * 3 * 4096 * 2
+    kv = (1024 + 8 * found["tail"]) * (131_072 + 4_096)
+    states = (8 * 9 + 11) * 3 * 4096 * 2
     assert found["memory_bytes"] == pytest.approx(weights + kv + states, abs=1)
 
 

@@ -17,7 +17,8 @@ from sglang_smc_tools.plan.shapes import draft_from_config as draft_of
 SMALL = dataclasses.replace(TOY, num_heads=2, num_kv_heads=1)
 MATCHES = DRAFTS[NGRAM]
 DEVICE = Device("toy", bandwidth=100.0, flops=1000.0)
-H200, B200 = named("h200"), named("b200")
+H200 = named("h200")
+B200 = named("b200")
 LLAMA = (draft_of("llama-3.1-8b"), draft_of("llama-3.2-1b"))
 
 
@@ -107,7 +108,8 @@ def test_matches_cost_the_target_alone() -> None:
 
 
 def test_passes_differ_in_what_bounds_them() -> None:
-    found, device = smc_round(TOY, SMALL, PassRows(1, 4, 0), 3), Device("", 1.0, 2.0)
+    found = smc_round(TOY, SMALL, PassRows(1, 4, 0), 3)
+    device = Device("", 1.0, 2.0)
     assert found.bound(device) == "draft memory, verify compute"
     # Each pass takes the longer of its two times: more than the sums of either.
     assert found.seconds(device) > max(found.bytes, found.flops / 2)
@@ -146,7 +148,8 @@ def test_plain_decoding_wins_from_just_that_batch_or_never() -> None:
     batch = scenario.smc(1, 8, 8).plain_wins_from
     assert batch is not None and batch > 1
     for size, wins in ((batch - 1, False), (batch, True)):
-        ar, smc = scenario.ar(size).tokens_per_second, scenario.smc(size, 8, 8).tokens_per_second
+        ar = scenario.ar(size).tokens_per_second
+        smc = scenario.smc(size, 8, 8).tokens_per_second
         assert (ar >= smc) == wins
     # At a long context the KV is what is read, and SMC reads it once for many tokens.
     scenario = Scenario(*LLAMA, B200, 1e6)

@@ -332,7 +332,8 @@ def test_dflash_sizes_by_hand() -> None:
 def test_dspark_is_dflash_with_a_markov_head_and_drafts_from_its_first_row() -> None:
     sizes = {"markov_rank": 2, "vocab_size": 9, "projector_type": "dspark"}
     spark = DFLASH_CONFIG | sizes | {"architectures": ["Qwen3DSparkModel"]}
-    head, block = draft_of(spark), draft_of(DFLASH_CONFIG)
+    head = draft_of(spark)
+    block = draft_of(DFLASH_CONFIG)
     assert head == replace(block, max_steps=8, step_parameters=18, table_parameters=18)
     assert head.resident_bytes == block.resident_bytes + 2 * 2 * 18
     assert draft_of(spark | {"sample_from_anchor": False}).max_steps == 7

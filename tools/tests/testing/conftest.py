@@ -69,7 +69,8 @@ class Toy(Client):
         return [self._answer(tuple(text), params) for text, params in pairs]
 
     def _scored(self, text: tuple[int, ...], start: int, top: int) -> dict[str, Any]:
-        tokens, tops = [[None, text[start], None]], [None]
+        tokens = [[None, text[start], None]]
+        tops = [None]
         for last, token in zip(text[start:], text[start + 1 :], strict=False):
             told = 0 if token == VOCAB - 1 else token  # as SGLang does
             tokens.append([math.log(self.p[last][told]), told, None])
@@ -87,9 +88,11 @@ class Toy(Client):
 
     def _answer(self, prompt: tuple[int, ...], params: dict[str, Any]) -> dict[str, Any]:
         source = random.Random(params["sampling_seed"])
-        smc, length = params["custom_params"]["smc"], params["max_new_tokens"]
+        smc = params["custom_params"]["smc"]
+        length = params["max_new_tokens"]
         if smc["mode"] == "exact":
-            text, log_evidence = walk(prompt, [self.drawn] * length, source), 0.0
+            text = walk(prompt, [self.drawn] * length, source)
+            log_evidence = 0.0
         else:
             text, log_evidence = self._weighed(prompt, params, source)
         meta = {"spec_smc_log_evidence": log_evidence * self.weighs, "spec_smc_resample_ct": 0}
@@ -147,7 +150,8 @@ def model(tables: Tables) -> Callable[..., Model]:
         drafted: Table | float = 0.0,
         **wrong: Any,
     ) -> Model:
-        p, known = tables[0], {**SETTINGS, **(settings or {})}
+        p = tables[0]
+        known = {**SETTINGS, **(settings or {})}
         drawn = drawn if isinstance(drawn, list) else mixed(p, q, drawn)
         drafted = drafted if isinstance(drafted, list) else mixed(q, p, drafted)
         toy = Toy(p, q, drawn=drawn, drafted=drafted, **wrong)

@@ -95,7 +95,8 @@ class Server:
         """Yield a choice's rounds, as a stream does."""
         end = 0
         for size in choice["sizes"]:
-            part, end = slice(end, end + size), end + size
+            part = slice(end, end + size)
+            end = end + size
             piece = {**choice, "text": self.streams(choice["text"][part])}
             if "logprobs" in choice:
                 piece["logprobs"] = {name: x[part] for name, x in choice["logprobs"].items()}
@@ -107,7 +108,10 @@ class Server:
         source = random.Random(body["seed"]) if "seed" in body else self.source
         is_shifted = self.shifts(body["prompt"], index)
         penalty = self.penalizes * body.get("frequency_penalty", 0.0)
-        tokens, tops, sizes, last = [], [], [0], 1
+        tokens = []
+        tops = []
+        sizes = [0]
+        last = 1
         for _ in range(body["max_tokens"]):
             law = lowered(self.table[last], tokens, penalty)
             likeliest = law.index(max(law))
@@ -219,7 +223,8 @@ def greedily(share: float) -> Callable[..., int]:
 
 def towards_draft(share: float) -> Callable[..., int]:
     """Sample from the target with so much of another model."""
-    draft, target = wide_table(2), wide_table(1)
+    draft = wide_table(2)
+    target = wide_table(1)
 
     def draw(row: list[float], body: dict[str, Any], source: random.Random) -> int:
         other = draft[target.index(row)] if row in target else row  # a penalty has changed it
@@ -321,12 +326,15 @@ FAULTS: dict[str, tuple[Server, set[str]]] = {
 @pytest.mark.parametrize(("server", "least"), FAULTS.values(), ids=FAULTS)
 def test_a_fault_is_found(serve: Serve, server: Server, least: set[str]) -> None:
     """Within 400 answers, at 1 % false alarms; a fault of one parameter leaves the others alone."""
-    found, sampled = failed(audited(serve, server)), {check.name for check in CHECKS}
+    found = failed(audited(serve, server))
+    sampled = {check.name for check in CHECKS}
     assert found >= least
     assert not (len(least) == 1 and least < sampled - {"sampled"} and "sampled" in found)
 
 
-BFLOAT16, FLOAT16, FLOAT32 = 2**-3, 2**-6, 1e-3
+BFLOAT16 = 2**-3
+FLOAT16 = 2**-6
+FLOAT32 = 1e-3
 
 
 @pytest.mark.parametrize(
@@ -365,13 +373,15 @@ def test_rounding_is_told_from_a_fault(
 
 def test_false_alarms_keep_their_level() -> None:
     """Of 400 correct samples 5 % are rejected at level 5 %: outside of 7 to 34 in 1 of 1,000."""
-    check, table = TokenCheck("sampled", SamplingRules(), 1.0, ""), random_table(1)
+    check = TokenCheck("sampled", SamplingRules(), 1.0, "")
+    table = random_table(1)
     rejected = 0
     for seed in range(400):
         source = random.Random(-1 - seed)
         samples = []
         for _ in range(8):
-            positions, last = [], 0
+            positions = []
+            last = 0
             for _ in range(30):
                 row = table[last]
                 (last,) = source.choices(range(VOCAB), row)
@@ -410,7 +420,8 @@ def test_a_part_tells_the_rules_of_the_whole(
 
 
 def test_a_penalty_on_a_token_that_is_not_told_leaves_the_rest_unknown() -> None:
-    told, rule = {0: math.log(0.5), 1: math.log(4e-4)}, SamplingRules(frequency_penalty=math.log(2))
+    told = {0: math.log(0.5), 1: math.log(4e-4)}
+    rule = SamplingRules(frequency_penalty=math.log(2))
     found = limited(told, rule, 1e-3, {0: 1, 6: 2, 7: 9})  # of at most 8e-4
     assert found and math.exp(found[0]) == pytest.approx(1 / 3, abs=1e-3)
     assert limited(told, rule, 1e-3, dict.fromkeys(range(2, 9), 1)) is None  # of 1.4e-3
@@ -476,7 +487,8 @@ def test_a_broken_server_gets_a_sentence(
 
 def test_command(serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     serve(Server(towards_draft(0.3)))
-    page, numbers = tmp_path / "audit.html", tmp_path / "audit.json"
+    page = tmp_path / "audit.html"
+    numbers = tmp_path / "audit.json"
     asked = ["--answers", "200", "--copies", "60", "--page", str(page), "--json", str(numbers)]
     assert audit_cli.main([URL, *asked]) == 1
     assert re.search("^At most 360 answers(.|\n)*sampled(.|\n)*copies-64", capsys.readouterr().out)
@@ -491,7 +503,9 @@ def test_time_is_counted_from_the_start_and_shared_by_all_checks(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A reference takes two minutes of three to start, each request a third of a second."""
-    clock, server, numbers = [0.0], Server(rightly), tmp_path / "audit.json"
+    clock = [0.0]
+    server = Server(rightly)
+    numbers = tmp_path / "audit.json"
 
     def takes(seconds: float) -> None:
         clock[0] += seconds
@@ -513,7 +527,9 @@ def test_a_short_time_leaves_no_check_without_tokens(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, minutes: float
 ) -> None:
     """A request takes half a second, and as much for each answer."""
-    clock, server, numbers = [0.0], Server(rightly), tmp_path / "audit.json"
+    clock = [0.0]
+    server = Server(rightly)
+    numbers = tmp_path / "audit.json"
 
     def slowly(request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content or "{}")
@@ -534,7 +550,8 @@ def test_a_short_time_leaves_no_check_without_tokens(
 def test_time_that_ends_within_the_check_of_evidence_is_told(
     model: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    smc, clock = model(), iter([0, 5, 0, 5])
+    smc = model()
+    clock = iter([0, 5, 0, 5])
     monkeypatch.setattr(audit_cli, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(smc.client, "post", lambda *_: int("over"))
     (told,) = audit_cli._evidence(Endpoint(smc.client, smc=smc, deadline=4.0), ["a"], 0)
@@ -550,7 +567,8 @@ def test_a_reference_must_score(serve: Serve) -> None:
 
 
 def test_a_sweep_asks_for_all_depths_in_turns() -> None:
-    most, mode = Model(client.Client(URL), SETTINGS), {"mode": "exact"}
+    most = Model(client.Client(URL), SETTINGS)
+    mode = {"mode": "exact"}
     swept = Endpoint(client.Client(URL), params={"custom_params": {"smc": mode}}, smc=most)
     sweep(swept)
     found = [next(swept.turns)["custom_params"]["smc"] for _ in range(6)]

@@ -104,7 +104,9 @@ class Copier:
         return httpx.Response(200, json={"choices": [choice]})
 
     def choice(self, prompt: str, body: dict[str, Any], load: int) -> dict[str, Any]:
-        index, tokens, tops = INDICES[prompt], list[int](), list[dict[str, float]]()
+        index = INDICES[prompt]
+        tokens = list[int]()
+        tops = list[dict[str, float]]()
         source = random.Random(f"{prompt}{load}")
         for place in range(body["max_tokens"]):
             law = law_of(prompt, place)
@@ -277,7 +279,8 @@ def test_no_time_is_no_verdict(serve: Serve) -> None:
 def test_an_adapter_answers_and_scores(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of SGLang, whose `/generate` scores; one that the server does not have is refused."""
     serve(Copier())
-    model, bodies = Model(client.Client(URL), {}), list[Any]()
+    model = Model(client.Client(URL), {})
+    bodies = list[Any]()
     monkeypatch.setattr("sglang_smc_tools.testing.endpoint.connect", lambda *_, **how: model)
     monkeypatch.setattr(model.client, "post", lambda route, body: bodies.append(body) or [])
     assert open_endpoint(URL, model="b").params == {"lora_path": "b"}

@@ -142,7 +142,9 @@ class Made(Potential):
     """Of functions; log phi is minus the output's length if nothing else is said."""
 
     def __init__(self, prefix: Values, complete: Values, claims: bool = True) -> None:
-        self.prefix, self.complete = prefix, complete  # type: ignore[method-assign]
+        # type: ignore[method-assign]
+        self.prefix = prefix
+        self.complete = complete
         self.prefix_is_complete = claims  # type: ignore[misc]
 
     def complete(self, texts: Sequence[Text]) -> Sequence[float]:

@@ -71,7 +71,8 @@ def test_no_piece_of_text_ends_the_script() -> None:
 def test_a_trace_is_found_in_whatever_was_saved(saved: Path) -> None:
     trace = json.loads(saved.read_text())
     info = {"meta_info": {"spec_smc_trace": trace}}
-    answer, chat = {"text": "", **info}, {"choices": [{"index": 0, **info}]}
+    answer = {"text": "", **info}
+    chat = {"choices": [{"index": 0, **info}]}
     for value, more in ((trace, []), (answer, []), (chat, []), ([info, info], ["--index", "1"])):
         saved.write_text(json.dumps(value))
         assert main([str(saved), *more]) == 0
@@ -148,7 +149,8 @@ def shown(page: Path, *options: str) -> tuple[str, str]:
 def test_a_browser_draws_it(tmp_path: Path, dark: bool, num_particles: int, length: int) -> None:
     """Without a word on the console, the answer's text in its place, and ink on the canvas."""
     made = a_trace(num_particles, length)
-    page, image = tmp_path / "page.html", tmp_path / "page.png"
+    page = tmp_path / "page.html"
+    image = tmp_path / "page.png"
     page.write_text(page_of(made))
     wanted = ["--force-dark-mode", "--enable-features=WebContentsForceDark:0"] if dark else []
     dom, console = shown(page, "--dump-dom", *wanted)

@@ -48,7 +48,8 @@ def traces(name: str) -> list[Trace]:
 def test_lineages_read_what_particles_read(name: str) -> None:
     """The surviving lineage is the answer, and each particle's text is what its ancestors say."""
     for trace in traces(name):
-        found, made = genealogy(trace), replay(trace, is_plain=False)
+        found = genealogy(trace)
+        made = replay(trace, is_plain=False)
         assert found.answer == surviving(found) == made.output_ids
         assert [text_of(found, head) for head in found.heads] == made.texts
         told = {
