@@ -16,8 +16,13 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.runtime_context import get_server_args
 
 from sglang_smc import upstream
-from sglang_smc.cpu.quantized import reason_not_to_copy
-from sglang_smc.models.weight_update import NO_DRAFT, name_of_kv, names_in, reason_not_to_name
+from sglang_smc.models.weight_update import (
+    NO_DRAFT,
+    name_of_kv,
+    names_in,
+    reason_not_to_name,
+    reason_not_to_scale,
+)
 from sglang_smc.process import config_of, is_smc
 from sglang_smc.server.hooks import Hooks
 
@@ -322,7 +327,7 @@ def _unfit(manager: Any, recv_req: Any, names: Iterable[str]) -> str | None:
         return NO_DRAFT
     told = list(names)
     is_cpu = upstream.resolved(_scheduler(manager).server_args).device == "cpu"
-    return (is_cpu and reason_not_to_copy(told)) or reason_not_to_name(told)
+    return (is_cpu and reason_not_to_scale(told)) or reason_not_to_name(told)
 
 
 def _past_loaders(manager: Any, recv_req: Any) -> str | None:

@@ -208,7 +208,7 @@ def kernel_findings(num_particles: int, num_steps: int) -> Iterator[Finding]:
         )
         return
     try:
-        kernels = ops_of("triton")
+        kernels = ops_of("triton", device)
     except ImportError as error:
         yield fail("kernels", f"cannot be imported: {error}", _OF_KERNEL)
         return

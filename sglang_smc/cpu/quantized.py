@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from sglang_smc.drafts.checkpoint import SCALES
+
 logger = logging.getLogger(__name__)
 
 Weights: TypeAlias = Iterable[tuple[str, torch.Tensor]]
@@ -30,8 +32,6 @@ FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 STRATEGIES = ("tensor", "channel", "block")
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-#: Ends of the names of a weight's scales, all factors (the second was named for an inverse).
-SCALES = (".weight_scale", ".weight_scale_inv")
 #: Tensors that products of 8-bit activations, or KV in 8 bits, take: there are none here.
 UNUSED = (
     *("input_scale", "input_zero_point", "output_scale"),
@@ -106,17 +106,6 @@ def announce(path: str, method: str, dtype: torch.dtype) -> None:
         path,
         method,
         dtype,
-    )
-
-
-def reason_not_to_copy(names: Iterable[str]) -> str | None:
-    """Return why tensors of these names, sent to a running server, are refused; None if not."""
-    scale = next((name for name in names if name.endswith(SCALES)), None)
-    if scale is None:
-        return None
-    return (
-        f"A tensor is named {scale!r}: the smc_cpu platform dequantizes weights of files alone. "
-        "Allowed: weights in 16 or 32 bits. Send them dequantized, or update from disk."
     )
 
 

@@ -19,6 +19,9 @@ MASK = "mask_embedding.pt"
 PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 """Files that SGLang loads weights from."""
 
+SCALES = (".weight_scale", ".weight_scale_inv")
+"""Ends of the names of a weight's scales, all factors: the second was named for an inverse."""
+
 _WEIGHTS = PATTERNS[:2]
 _QUANTIZED = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _PACKED = ("qweight", "weight_packed", "scales", "weight_scale", "weight_scale_inv", "absmax")

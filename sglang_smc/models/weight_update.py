@@ -19,7 +19,7 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_smc import __version__, upstream
-from sglang_smc.drafts.checkpoint import Shapes, folder_of
+from sglang_smc.drafts.checkpoint import SCALES, Shapes, folder_of
 
 
 def reason_not_to_load(path: str, old: Shapes | str) -> str | None:
@@ -209,4 +209,15 @@ def reason_not_to_name(names: Iterable[str]) -> str | None:
     return (
         f"A tensor is named {named!r}; allowed: names as in its own checkpoint. Send the draft's "
         "without 'draft.', in an update with selector='draft'."
+    )
+
+
+def reason_not_to_scale(names: Iterable[str]) -> str | None:
+    """Return why tensors of these names, sent to a CPU server, are refused; None if not."""
+    scale = next((name for name in names if name.endswith(SCALES)), None)
+    if scale is None:
+        return None
+    return (
+        f"A tensor is named {scale!r}: the smc_cpu platform dequantizes weights of files alone. "
+        "Allowed: weights in 16 or 32 bits. Send them dequantized, or update from disk."
     )

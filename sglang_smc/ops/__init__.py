@@ -1,4 +1,4 @@
-"""Provide the small operations of a round, as torch functions or Triton kernels."""
+"""Provide the small operations of a round: torch functions, those of a CPU, Triton kernels."""
 
 import os
 
@@ -23,8 +23,12 @@ def kind_of(kernels: str, device: str) -> Kind:
     return "torch" if kernels == "torch" else "triton"
 
 
-def ops_of(kind: Kind) -> Ops:
-    """Return the implementation of a kind; Triton is imported only if needed."""
+def ops_of(kind: Kind, device: str) -> Ops:
+    """Return the implementation of a kind on a device; Triton is imported only if needed."""
+    if kind == "torch" and device == "cpu":
+        from sglang_smc.ops.cpu_ops import CPU
+
+        return CPU
     if kind == "torch":
         return TORCH
     from sglang_smc.ops.triton_ops import TRITON

@@ -105,6 +105,11 @@ class RoundInputs(NamedTuple):
         return cls(batch.req_pool_indices, batch.seq_lens.long(), on_device(device, columns))
 
     @property
+    def arena_ends(self) -> torch.Tensor:
+        """Return where the requests' rows end, ``[G]`` int64: tokens with a slot."""
+        return self.known[0]
+
+    @property
     def sizes(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return N, K and whether the round only verifies, ``[G]`` int64 each."""
         _, num_particles, num_steps, is_exact = self.known.unbind()

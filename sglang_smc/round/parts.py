@@ -41,7 +41,7 @@ def operations(
     Raises ValueError if a kernel fails that `--speculative-smc-kernels triton` or, of attention,
     `--speculative-smc-round-graph on` requires.
     """
-    ops = ops_of(kind_of_ops(config.kernels, device))
+    ops = ops_of(kind_of_ops(config.kernels, device), device)
     if ops.kind == "torch" or device == "cpu":  # Triton's interpreter is too slow for a start
         return ops
     from sglang_smc.ops import check, check_cases

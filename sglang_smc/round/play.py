@@ -100,7 +100,8 @@ class ServedRound:
             )
         batch, start = loaded or self._load_round(inputs, shape, reqs)
         slots = self._reserve(inputs, shape, batch.settings, start)
-        batch = batch._replace(slots=slots)
+        sharing = batch.ops.sharing and batch.ops.sharing(slots)
+        batch = batch._replace(slots=slots, sharing=sharing)
 
         drafts = steps.propose(batch, start) if batch.num_steps else steps.read_last(batch, start)
         chains = self._chains(batch, drafts, slots, reqs)
@@ -234,11 +235,10 @@ class ServedRound:
     ) -> DraftSlots:
         """Return the KV slots of each particle's next K + 1 positions, and of the one before."""
         ledger = self._tables.ledger
-        rows, committed, known = inputs
         wanted = Wanted(
-            rows=rows,
-            committed=committed,
-            allocated=known[0],
+            rows=inputs.rows,
+            committed=inputs.committed,
+            allocated=inputs.arena_ends,
             lengths=population.lengths,
             idle=population.ended,
             unread=population.unread,
@@ -247,8 +247,9 @@ class ServedRound:
         )
         slots, positions, particle_rows = ledger.reserve(wanted, shape.num_steps + 1)
         # Ended particles compute past their last token, too.
-        locations = KVLocations(rows, committed, particle_rows, shape.max_tail + 1)
-        return DraftSlots(slots, positions, locations, ledger, self.target.merges)
+        max_tail = shape.max_tail + 1
+        locations = KVLocations(inputs.rows, inputs.committed, particle_rows, max_tail)
+        return DraftSlots(slots, positions, locations, ledger)
 
     def _chains(
         self, batch: Batch, drafts: Drafts, slots: DraftSlots, reqs: Sequence[Req]
@@ -298,7 +299,7 @@ class ServedRound:
         texts = end.population.texts[:, 0]
         counts = end.num_to_emit()
         tables.ledger.commit(
-            Arenas(rows, inputs.committed, inputs.known[0]),
+            Arenas(rows, inputs.committed, inputs.arena_ends),
             narrowed.lengths,
             counts,
             max_tail=shape.max_tail,

@@ -13,7 +13,7 @@ from sglang_smc.smc.edits import restrict
 from sglang_smc.smc.filters import KeptTokens, keep_tokens
 
 _TILE = 256  # tokens per partial sum of masses in the search for a token
-_ENTRIES = 1 << 18  # logits that are processed at once, so that they stay in the cache
+MOST_ENTRIES = 1 << 18  # logits that are processed at once, so that they stay in the cache
 
 
 class TokenDistribution(NamedTuple):
@@ -41,7 +41,7 @@ class TokenDistribution(NamedTuple):
         greedy: torch.Tensor | None = None,
         filters: Sequence[torch.Tensor] | None = None,
         allowed: torch.Tensor | None = None,
-        slots: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
     ) -> "TokenDistribution":
         """Return the distributions of rows of logits, M of each of G requests, `summed`.
 
@@ -51,8 +51,8 @@ class TokenDistribution(NamedTuple):
             greedy: ``[G]`` bool: the likeliest token, of ties the first, at any temperature.
             filters: top-k, top-p and min-p as of `keep_tokens`; None where no request has any.
             allowed: ``[G, ..., V]`` bool mask, applied before the filters; None for no mask.
-            slots: ``[G, ...]`` KV slots of the tokens before: rows behind one slot
-                are equal, so that one of them is read; 0 is of no text. None: all are read.
+            rows: ``[G * M]`` int64 the row that each draw reads, of rows that are equal one of
+                them; None: its own.
         """
         log_mass = None
         logits = logits.flatten(1, -2)  # [G, M, V]
@@ -61,7 +61,6 @@ class TokenDistribution(NamedTuple):
             logits, log_mass = restrict(logits, allowed, temperature.unsqueeze(1))
             log_mass = log_mass.flatten()
         scores = logits.flatten(0, 1)
-        rows = None if slots is None else _first_rows(slots)
         law = cls(scores, temperature, rows, log_mass, greedy)
         return law.summed() if filters is None else law.filtered(*filters)
 
@@ -114,7 +113,7 @@ class TokenDistribution(NamedTuple):
 
     def _sample(self, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample tokens with uniforms ``[D]``; return both ``[D]``, int64 and float32."""
-        if self.rows is None and self.scores.numel() <= _ENTRIES:
+        if self.rows is None and self.scores.numel() <= MOST_ENTRIES:
             log_p = self.log_probs()
             tokens = sample(log_p, uniforms)
             return tokens, log_p.gather(1, tokens.unsqueeze(1)).squeeze(1)
@@ -134,22 +133,11 @@ class TokenDistribution(NamedTuple):
         return scores
 
     def _parts(self) -> Iterator[tuple[torch.Tensor, "TokenDistribution", torch.Tensor]]:
-        """Yield draws, p of their rows (on a CPU each once), and the place of each draw's row."""
-        size = max(1, _ENTRIES // self.scores.shape[1])
+        """Yield draws ``[M]`` int64, p of their rows, and the place of each draw's row."""
+        size = max(1, MOST_ENTRIES // self.scores.shape[1])
         draw = torch.arange(self.num_draws, device=self.scores.device)
-        if self.rows is None or draw.device.type != "cpu":  # elsewhere reading `rows` is a wait
-            for some in draw.split(size):
-                yield some, self if len(some) == len(draw) else self.at(some), draw[: len(some)]
-            return
-        # Draws of one row may have different temperatures.
-        group = of_each_draw(torch.arange(len(self.temperature)), len(draw))
-        distinct, row = (self.rows * len(self.temperature) + group).unique(return_inverse=True)
-        distinct = torch.empty_like(distinct).scatter_(0, row, draw)  # a draw of each
-        draw = row.argsort()
-        ends = [0, *row.bincount().cumsum(0).tolist()]  # of each row's draws
-        for first in range(0, len(distinct), size):
-            some = draw[ends[first] : ends[min(first + size, len(distinct))]]
-            yield some, self.at(distinct[first : first + size]), row[some] - first
+        for some in draw.split(size):
+            yield some, self if len(some) == len(draw) else self.at(some), draw[: len(some)]
 
     def at(self, draws: slice | torch.Tensor) -> "TokenDistribution":
         """Return the distributions of some of the draws, of their numbers ``[M]`` int64."""
@@ -249,16 +237,6 @@ class TokenDistribution(NamedTuple):
             left = left.of_log_probs(torch.cat([left.scores, other.left.scores]), rows)
         rows = either(other.rows, self.rows)
         return self._replace(rows=rows, log_mass=masses, rejects=rejects, left=left)
-
-
-def _first_rows(slots: torch.Tensor) -> torch.Tensor | None:
-    """Return the first row of each one's KV slot, ``[M]``; None where each has its own."""
-    if slots.shape[1] == 1:
-        return None
-    flat = slots.flatten(1)  # [G, M]
-    own = torch.arange(flat.numel(), device=flat.device).view_as(flat)
-    first = (flat.unsqueeze(2) == flat.unsqueeze(1)).long().argmax(2) + own[:, :1]
-    return torch.where(flat == 0, own, first).flatten()
 
 
 def sample(

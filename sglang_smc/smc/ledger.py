@@ -216,29 +216,6 @@ class Slots(NamedTuple):
     positions: torch.Tensor  # [K + 2, G, N]
     locations: KVLocations
     ledger: Ledger
-    merges: bool = False  # the target runs once for rows of one slot
-
-    def share(
-        self, column: int, same_slot: torch.Tensor, tokens: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Give particles of equal texts one slot in a column, in place; return which they are.
-
-        A slot that no particle points to any more is free at the next commit.
-
-        Args:
-            same_slot: ``[G, N, N]`` bool, an equivalence: whose texts are equal before ``tokens``.
-            tokens: ``[G, N]`` int64, one more token of each text.
-        """
-        slots = self.slots[column]
-        ledger = self.ledger
-        if slots.shape[1] == 1:
-            return same_slot
-        if tokens is not None:
-            same_slot = same_slot & (tokens.unsqueeze(2) == tokens.unsqueeze(1))
-        slots.copy_(slots.gather(1, same_slot.long().argmax(2)))
-        places = ledger.in_ring(self.positions[column])
-        ledger.tails[self.locations.particle_rows, places] = slots.int()
-        return same_slot
 
     def descend(self, ancestors: torch.Tensor) -> None:
         """Copy the slots of each particle's tail from its ancestor's, ``[G, N]``."""

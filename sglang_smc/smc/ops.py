@@ -6,7 +6,7 @@ calls would take as long as a model's forward pass.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -120,3 +120,5 @@ class Ops(NamedTuple):
     ledger: type[Ledger] = Ledger
     population: type[Population] = Population
     distribution: type[TokenDistribution] = TokenDistribution
+    #: `steps.Sharing` of a round's slots; None where a row more costs less than to look for equals.
+    sharing: Callable[..., Any] | None = None

@@ -11,10 +11,9 @@ still draws from exactly that distribution (docs/algorithm.md, "Less variance at
 (Systematic resampling does the same to ancestors; Chopin and Papaspiliopoulos 2020, section 9.7.)
 """
 
+from collections.abc import Callable
 from enum import IntEnum
-from typing import Any
 
-import numpy as np
 import torch
 
 _INCREMENT = 0x9E3779B97F4A7C15 - (1 << 64)  # the odd constants as signed 64-bit numbers
@@ -36,8 +35,28 @@ class Purpose(IntEnum):
     WATCH = 8
 
 
+def mix(state: torch.Tensor) -> torch.Tensor:
+    """Apply SplitMix64's finaliser to int64; products wrap around as unsigned ones do."""
+    state = state + _INCREMENT
+    state = (state ^ _shift_right(state, 30)) * _MULTIPLIER_1
+    state = (state ^ _shift_right(state, 27)) * _MULTIPLIER_2
+    return state ^ _shift_right(state, 31)
+
+
+Mix = Callable[[torch.Tensor], torch.Tensor]  # `mix`, or another implementation of it
+
+
+def _shift_right(state: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift right without the sign bit, which a shift of signed numbers keeps."""
+    return (state >> bits) & ((1 << (64 - bits)) - 1)
+
+
 def uniforms(
-    seeds: torch.Tensor, positions: torch.Tensor, particles: torch.Tensor, purpose: Purpose
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    particles: torch.Tensor,
+    purpose: Purpose,
+    mix: Mix = mix,
 ) -> torch.Tensor:
     """Return independent uniforms on [0, 1), float64, one per broadcast (seed, position, particle).
 
@@ -45,15 +64,14 @@ def uniforms(
         seeds, positions, particles: int64 tensors that broadcast against each other;
             a position is the index of the output token that the number decides.
     """
-    state, *keys = map(_words, (seeds, positions, particles))
-    state = _mixed(state ^ _signed(int(purpose) * _INCREMENT))
-    for key in keys:
-        state = _mixed(state ^ (key * _INCREMENT))
-    return _numbers(_shift_right(state, 64 - _MANTISSA_BITS)).double() * 2.0**-_MANTISSA_BITS
+    state = mix(seeds ^ _signed(int(purpose) * _INCREMENT))
+    for key in (positions, particles):
+        state = mix(state ^ (key * _INCREMENT))
+    return _shift_right(state, 64 - _MANTISSA_BITS).double() * 2.0**-_MANTISSA_BITS
 
 
 def particle_uniforms(
-    seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose
+    seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose, mix: Mix = mix
 ) -> torch.Tensor:
     """Return uniforms for N particles of each request, in the shape of ``positions``.
 
@@ -63,45 +81,16 @@ def particle_uniforms(
     """
     columns = (1,) * (positions.dim() - 2)
     particle = torch.arange(positions.shape[1], device=positions.device).view(-1, *columns)
-    return uniforms(seeds.view(-1, 1, *columns), positions, particle, purpose)
+    return uniforms(seeds.view(-1, 1, *columns), positions, particle, purpose, mix)
 
 
-def round_seeds(seeds: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+def round_seeds(seeds: torch.Tensor, starts: torch.Tensor, mix: Mix = mix) -> torch.Tensor:
     """Return the seeds of a round ``[G]``, from a request's seed and the round's output position.
 
     A round may drop columns that it has scored. The next round drafts those positions again, and
     must not reuse the numbers that decided where this one stopped.
     """
-    return _numbers(_mixed(_mixed(_words(seeds)) ^ (_words(starts) * _INCREMENT)))
-
-
-def mix(state: torch.Tensor) -> torch.Tensor:
-    """Apply SplitMix64's finaliser to int64; products wrap around as unsigned ones do."""
-    return _numbers(_mixed(_words(state)))
-
-
-def _words(numbers: torch.Tensor) -> Any:
-    """Return what is hashed: on a CPU NumPy's int64, whose calls take a third of the time."""
-    if numbers.device.type != "cpu":
-        return numbers
-    return np.atleast_1d(numbers.numpy())  # its scalars do not wrap
-
-
-def _numbers(words: Any) -> torch.Tensor:
-    """Return words as a tensor, int64."""
-    return torch.as_tensor(words)
-
-
-def _mixed(words: Any) -> Any:
-    words = words + _INCREMENT
-    words = (words ^ _shift_right(words, 30)) * _MULTIPLIER_1
-    words = (words ^ _shift_right(words, 27)) * _MULTIPLIER_2
-    return words ^ _shift_right(words, 31)
-
-
-def _shift_right(words: Any, bits: int) -> Any:
-    """Shift right without the sign bit, which a shift of signed numbers keeps."""
-    return (words >> bits) & ((1 << (64 - bits)) - 1)
+    return mix(mix(seeds) ^ (starts * _INCREMENT))
 
 
 def derive_seed(seed: int, *keys: int) -> int:
@@ -119,7 +108,7 @@ def _signed(number: int) -> int:
 
 
 def same_text(
-    texts: torch.Tensor, lengths: torch.Tensor, may_stratify: torch.Tensor
+    texts: torch.Tensor, lengths: torch.Tensor, may_stratify: torch.Tensor, mix: Mix = mix
 ) -> torch.Tensor:
     """Return the siblings among a group's particles, an equivalence ``[G, N, N]`` bool.
 

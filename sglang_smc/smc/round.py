@@ -246,7 +246,7 @@ class Round:
     def _advance(self, state: State, seeds: torch.Tensor) -> tuple[Population, Narrowed, Decision]:
         """Return the particles after a round, and after the draw of finished answers."""
         before = state.population
-        settings = self._settings(seeds)
+        settings = self._settings(seeds, before.lengths.shape[1])
         num_steps = self.num_steps
         position = before.round_position
         batch = Batch(
@@ -275,17 +275,29 @@ class Round:
         after = steps.measure(batch, before, after, decision.ancestors, p, drafts)
         return after, steps.narrow(batch, after), decision
 
-    def _settings(self, seeds: torch.Tensor) -> BatchSettings:
+    def _settings(self, seeds: torch.Tensor, num_particles: int) -> BatchSettings:
+        draft_temperature = self.draft_temperature or self.temperature
         return BatchSettings.alike(
             seeds,
             temperature=self.temperature,
-            draft_temperature=self.draft_temperature or self.temperature,
+            greedy=False,
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+            last_position=self.max_new_tokens - 1,
+            min_new_tokens=0,
+            may_stop=False,  # `_ends` says where a text ends
+            draft_temperature=draft_temperature,
+            own_temperature=draft_temperature,
+            least_temperature=draft_temperature,
+            num_particles=num_particles,
             num_steps=self.num_steps,
             weighs=self.decider.weighs,
             extends=self.decider.extends,
             ess_threshold=self.ess_threshold,
             scheme=SCHEMES.index(self.scheme),
             resample_each_token=self.resample_each_token,
+            heaviest=False,
             lag=self.max_new_tokens + self.num_steps,  # more than any text is long
             power=self.power,
             measured=self.power == 1.0,

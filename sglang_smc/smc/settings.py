@@ -66,11 +66,16 @@ class BatchSettings(NamedTuple):
 
     @classmethod
     def alike(cls, seeds: Tensor, **values: float) -> "BatchSettings":
-        """Return the same settings for all ``seeds`` ``[G]``; those without a value are 0."""
-        zeros = {name: torch.zeros_like(seeds, dtype=dtype) for name, dtype in DTYPES.items()}
-        found = {name: torch.full_like(zeros[name], value) for name, value in values.items()}
+        """Return the same settings for all ``seeds`` ``[G]``, without stop tokens.
+
+        Raises TypeError if a setting has no value.
+        """
+        columns = {
+            name: torch.full_like(seeds, value, dtype=DTYPES[name])
+            for name, value in values.items()
+        }
         none = torch.zeros_like(seeds)
-        return cls(**zeros | found | {"seeds": seeds}, rows=none, stop_table=none.bool())
+        return cls(seeds=seeds, **columns, rows=none, stop_table=none.bool())
 
     @property
     def stop_mask(self) -> Tensor:

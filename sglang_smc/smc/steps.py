@@ -18,6 +18,7 @@ No population is changed in place.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -65,6 +66,30 @@ class Rules(Protocol):
     def scores(self, like: torch.Tensor) -> Scores: ...
 
 
+class Sharing(Protocol):
+    """Give particles of equal texts one slot, and so one row of the models, column by column."""
+
+    def begin(self, texts: torch.Tensor, lengths: torch.Tensor, ended: torch.Tensor) -> None:
+        """Share the slot of the last token.
+
+        Args:
+            texts: ``[G, N, J]`` int64 the token before each tail, and the tail.
+            lengths: ``[G, N]`` int64 of the tails.
+            ended: ``[G, N]`` bool: which share none.
+        """
+
+    def follow(self, step: int, tokens: torch.Tensor) -> None:
+        """Share the next slot among those that did before, and have equal ``tokens`` ``[G, N]``."""
+
+    def rows(self, columns: slice) -> torch.Tensor | None:
+        """Return the row that stands for each particle's token in ``columns`` of C slots.
+
+        Returns:
+            ``[G * N * C]`` int64, of as many rows; None where each has its own.
+        """
+        ...
+
+
 class Matches(Protocol):
     """Draft from matches in earlier texts; see `proposers.ngram.CorpusMatches`."""
 
@@ -89,6 +114,7 @@ class Batch(NamedTuple):
     # Where a sequence ends, of tokens [G, N, C] at positions in the output; `BatchSettings.ends`.
     ends: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     slots: Slots | None = None  # of the models' KV; None where they read whole texts
+    sharing: Sharing | None = None  # of these slots; None: each particle has its own, as on a GPU
     rules: Rules | None = None  # where some request has one, as all that follow
     edits: Edits | None = None
     matches: Matches | None = None
@@ -103,14 +129,6 @@ class Batch(NamedTuple):
             greedy=greedy if Need.GREEDY in self.needs else None,
             filters=self.settings.filters if Need.FILTERS in self.needs else None,
         )
-
-    @property
-    def shares_slots(self) -> bool:
-        """Return whether particles of one text share slots, so that models run once.
-
-        Only the CPU's models do, without kernels.
-        """
-        return self.slots is not None and self.ops.kind == "torch"
 
     @property
     def draft_has_read_all(self) -> bool:
@@ -131,7 +149,7 @@ class Batch(NamedTuple):
 
 def read_last(batch: Batch, population: Population) -> Drafts:
     """Let the draft read the last tokens, in a round that drafts none (K = 0)."""
-    _share_last(batch, population)
+    _begin_sharing(batch, population)
     batch.draft.read_without_logits(batch.last_two, batch.slots)
     nothing = population.texts[:, :, :0]  # [G, N, 0]
     return Drafts(nothing, nothing.float(), nothing.bool(), nothing.bool(), None)
@@ -142,92 +160,104 @@ def propose(batch: Batch, population: Population) -> Drafts:
     column = torch.arange(batch.num_steps, device=population.texts.device)
     # [G, N, K], as uniforms [K, G, N] contiguous for each step
     positions = (batch.output_lengths + column.view(-1, 1, 1)).permute(1, 2, 0)
-    trees = _begin_trees(batch, population, column) if Need.TREES in batch.needs else None
-    distribution = _draft_distribution(batch, None if trees is None else trees.is_tree.squeeze(1))
-    shared = batch.slots if batch.shares_slots else None
-    same_slot = _share_last(batch, population)
+    _begin_sharing(batch, population)
     logits = batch.draft.first_logits(batch.last_two, batch.slots)  # [G, N, V]
-    same_text = batch.ops.same_text(
-        population.texts[:, :, 1:], population.lengths, batch.may_stratify
-    )
-    uniforms = batch.ops.uniforms(batch.settings.seeds, positions, Purpose.DRAFT)
-    uniforms = uniforms.permute(2, 0, 1).contiguous()
-    coins = batch.ops.uniforms(batch.settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
-    matches = batch.matches
-    tokens = None
-    allowed = None
-    drawn: list[torch.Tensor] = []
-    log_q: list[torch.Tensor] = []
-    each_q: list[TokenDistribution] = []
+    chains = _begin_chains(batch, population, positions, column)
     for step in range(batch.num_steps):
-        stratified, same_text = batch.ops.stratify(uniforms[step], same_text, tokens)
-        if tokens is not None:
-            logits = batch.draft.next_logits(step, tokens, batch.slots)
-            matches = None if matches is None else matches.follow(tokens)
-        if batch.edits is not None or batch.rules is not None:
-            logits, allowed = _edited_draft(batch, logits, drawn)
-        written = None if shared is None else shared.slots[step + 1]  # [G, N]
-        q = distribution(logits, allowed=allowed, slots=written)
-        q = q if matches is None else matches.distribution(q)
-        tokens, scored = q.sample(stratified)
-        if trees is not None:
-            tokens, scored, same_slot = trees.grow(step, q, tokens, same_text, same_slot)
-        if shared is not None and same_slot is not None:
-            same_slot = shared.share(step + 2, same_slot, tokens)
-        drawn.append(tokens)
-        log_q.append(scored)
-        each_q.append(q)
-    chains = torch.stack(drawn, dim=2)  # [G, N, K]
-    scores = batch.ops.keep_column(each_q, coins, batch.settings.num_steps)  # [G * N, V]
-    if matches is None:
-        measured_q = distribution(scores.unflatten(0, population.lengths.shape))
-    else:  # the scores are log q itself
-        measured_q = batch.ops.distribution.of_log_probs(scores, num_groups=len(coins))
-    ends = batch.ends(chains, positions)
+        if step > 0:
+            logits = batch.draft.next_logits(step, chains.tokens[-1], batch.slots)
+        chains.draw(step, logits)
+    coins = batch.ops.uniforms(batch.settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
+    tokens = torch.stack(chains.tokens, dim=2)  # [G, N, K]
+    ends = batch.ends(tokens, positions)
     if batch.rules is not None:
-        ends = batch.rules.ends(ends, chains, population)
+        ends = batch.rules.ends(ends, tokens, population)
     return Drafts(
-        tokens=chains,
-        log_q=torch.stack(log_q, dim=2),
+        tokens=tokens,
+        log_q=torch.stack(chains.log_q, dim=2),
         ends=ends,
         up_to_end=(ends.cumsum(2) == ends) & batch.settings.drafts(column, population.ended),
-        q=each_q if batch.needs & {Need.VERIFIES, Need.EXTENDS} else None,
+        q=chains.q if batch.needs & {Need.VERIFIES, Need.EXTENDS} else None,
         coins=coins,
-        measured_q=measured_q,
+        measured_q=chains.measured_q(coins),
     )
 
 
-def _share_last(batch: Batch, population: Population) -> torch.Tensor | None:
-    """Give particles of one text one slot for its last token.
+@dataclass(eq=False)
+class GrowingChains:
+    """Chains of draft tokens, which grow by one token of each at a time."""
 
-    Returns:
-        Which particles share it, ``[G, N, N]`` bool; None where none may.
-    """
-    if batch.slots is None or not batch.shares_slots:
-        return None
+    batch: Batch
+    distribution: Callable[..., TokenDistribution]  # of logits of q
+    uniforms: torch.Tensor  # [K, G, N] float64
+    same_text: torch.Tensor  # [G, N, N] bool: whose texts are equal, an equivalence
+    trees: Trees | None
+    matches: Matches | None
+    tokens: list[torch.Tensor] = field(default_factory=list)  # [G, N] int64 of each step
+    log_q: list[torch.Tensor] = field(default_factory=list)  # [G, N] float32
+    q: list[TokenDistribution] = field(default_factory=list)
+
+    def draw(self, step: int, logits: torch.Tensor) -> None:
+        """Draw the next token of each chain, from the draft's logits ``[G, N, V]``."""
+        batch = self.batch
+        last = self.tokens[-1] if self.tokens else None
+        uniforms, self.same_text = batch.ops.stratify(self.uniforms[step], self.same_text, last)
+        if last is not None and self.matches is not None:
+            self.matches = self.matches.follow(last)
+        allowed = None
+        if batch.edits is not None or batch.rules is not None:
+            logits, allowed = _edited_draft(batch, logits, self.tokens)
+        rows = None if batch.sharing is None else batch.sharing.rows(slice(step + 1, step + 2))
+        q = self.distribution(logits, allowed=allowed, rows=rows)
+        if self.matches is not None:
+            q = self.matches.distribution(q)
+        tokens, log_q = q.sample(uniforms)
+        if self.trees is not None:
+            tokens, log_q = self.trees.grow(step, q, tokens, self.same_text)
+        if batch.sharing is not None:
+            batch.sharing.follow(step, tokens)
+        self.tokens.append(tokens)
+        self.log_q.append(log_q)
+        self.q.append(q)
+
+    def measured_q(self, coins: torch.Tensor) -> TokenDistribution:
+        """Return q of the column that `fidelity.watch` measures, which ``coins`` ``[G]`` choose."""
+        scores = self.batch.ops.keep_column(self.q, coins, self.batch.settings.num_steps)
+        if self.matches is not None:  # the scores are log q itself
+            return self.batch.ops.distribution.of_log_probs(scores, num_groups=len(coins))
+        return self.distribution(scores.unflatten(0, self.tokens[0].shape))  # of [G * N, V]
+
+
+def _begin_chains(
+    batch: Batch, population: Population, positions: torch.Tensor, column: torch.Tensor
+) -> GrowingChains:
+    """Return chains without a token; ``positions`` ``[G, N, K]`` and ``column`` ``[K]`` int64."""
+    settings = batch.settings
+    trees = None
+    greedy = settings.greedy
+    if Need.TREES in batch.needs:
+        ahead = settings.num_steps - 1 - column.unsqueeze(1)  # [K, G]
+        branches = settings.branches
+        trees = begin_trees(branches, ahead, positions.shape[1])
+        greedy = greedy ^ branches  # trees draft more than the likeliest token
+    uniforms = batch.ops.uniforms(settings.seeds, positions, Purpose.DRAFT)
     texts = population.texts[:, :, 1:]
-    return batch.slots.share(1, batch.ops.same_text(texts, population.lengths, ~population.ended))
+    same_text = batch.ops.same_text(texts, population.lengths, batch.may_stratify)
+    return GrowingChains(
+        batch=batch,
+        distribution=batch.distribution(settings.draft_temperature, greedy),
+        uniforms=uniforms.permute(2, 0, 1).contiguous(),
+        same_text=same_text,
+        trees=trees,
+        matches=batch.matches,
+    )
 
 
-def _begin_trees(batch: Batch, population: Population, column: torch.Tensor) -> Trees:
-    """Return the roots of trees; ``column`` ``[K]`` int64."""
-    ahead = batch.settings.num_steps - 1 - column.unsqueeze(1)  # [K, G]
-    prunes = batch.slots is not None and batch.slots.merges
-    return begin_trees(batch.settings.branches, ahead, population.ended, prunes=prunes)
-
-
-def _draft_distribution(
-    batch: Batch, is_tree: torch.Tensor | None
-) -> Callable[..., TokenDistribution]:
-    """Return `Batch.distribution` for logits of q.
-
-    Args:
-        is_tree: ``[G]`` bool: groups whose trees draft more than the likeliest token.
-    """
-    greedy = batch.settings.greedy
-    if is_tree is not None:
-        greedy = greedy ^ is_tree
-    return batch.distribution(batch.settings.draft_temperature, greedy)
+def _begin_sharing(batch: Batch, population: Population) -> None:
+    """Let particles of one text share the slot of its last token, where slots are shared."""
+    if batch.sharing is not None:
+        texts = population.texts[:, :, 1:]
+        batch.sharing.begin(texts, population.lengths, population.ended)
 
 
 def _edited_draft(
@@ -251,10 +281,8 @@ def score(
     """
     logits, allowed = batch.edited(logits, drafts.tokens, 0)
     distribution = batch.distribution(batch.settings.temperature, batch.settings.greedy)
-    written = None  # [G, N, K + 1]: the slot of each text up to there
-    if batch.slots is not None and batch.shares_slots:
-        written = batch.slots.slots[1:].permute(1, 2, 0)
-    p = distribution(logits, allowed=allowed, slots=written)
+    rows = None if batch.sharing is None else batch.sharing.rows(slice(1, None))
+    p = distribution(logits, allowed=allowed, rows=rows)
     return p, p.score(torch.nn.functional.pad(drafts.tokens, (0, 1)))
 
 

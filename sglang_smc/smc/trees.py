@@ -7,8 +7,7 @@ are those of positive weight, and the round keeps columns as long as there is on
 an evidence threshold of 0). So the output is the target's own, whatever the tree.
 """
 
-import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +15,6 @@ from sglang_smc.smc.distribution import TokenDistribution
 
 _STRIDE = 2.6  # 1.5 to 5 yield as many tokens on the shipped pair
 _GROWTH = 2.0
-_LOG_LEAST = math.log(0.02)  # a row that the target follows more seldom is not worth its time
 
 
 def log_divisors(ahead: torch.Tensor, num_chains: int) -> torch.Tensor:
@@ -48,51 +46,25 @@ def branch(scores: torch.Tensor, same_text: torch.Tensor, divisors: torch.Tensor
     return tokens.gather(2, which).squeeze(2)
 
 
-@dataclass(eq=False)
-class Trees:
+class Trees(NamedTuple):
     """The trees of a batch, which grow column by column."""
 
     is_tree: torch.Tensor  # [G, 1] bool: which groups draft one
     divisors: torch.Tensor  # [K, G, N] of `log_divisors`
-    ended: torch.Tensor  # [G, N] bool: chains that are not pruned
-    prunes: bool  # whether the target runs once for chains of one text
-    paths: torch.Tensor | float = 0.0  # [G, N] sums of log q so far, of pruned chains -inf
 
     def grow(
-        self,
-        step: int,
-        q: TokenDistribution,
-        tokens: torch.Tensor,
-        same_text: torch.Tensor,
-        same_slot: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        self, step: int, q: TokenDistribution, tokens: torch.Tensor, same_text: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the next tokens, with those of trees in place of ``tokens`` ``[G, N]``; and log q.
-
-        Pruned are unlikely chains: they get the first one's tokens, and share its slots from there
-        on. Their log q is inf there, and so their weight 0: the round keeps them up to there at
-        most.
 
         Args:
             same_text: as for `branch`.
-            same_slot: ``[G, N, N]`` bool: whose slots are shared, an equivalence but for pruned
-                chains. Returned yet without these tokens.
         """
         likely = branch(q.scores.view(*tokens.shape, -1), same_text, self.divisors[step])
         tokens = torch.where(self.is_tree, likely, tokens)
-        log_q = q.score(tokens)
-        if same_slot is None or not self.prunes:
-            return tokens, log_q, same_slot
-        paths = self.paths + log_q
-        pruned = self.is_tree & ~self.ended & (paths < _LOG_LEAST)
-        pruned[:, 0] = False
-        self.paths = paths.masked_fill(pruned, -math.inf)
-        tokens = torch.where(pruned, tokens[:, :1], tokens)
-        same_slot = torch.where(pruned.unsqueeze(2), same_slot[:, :1], same_slot)
-        return tokens, log_q.masked_fill(pruned, math.inf), same_slot
+        return tokens, q.score(tokens)
 
 
-def begin_trees(
-    is_tree: torch.Tensor, ahead: torch.Tensor, ended: torch.Tensor, *, prunes: bool
-) -> Trees:
-    """Return the roots of the groups ``is_tree`` ``[G]``; ``ahead`` ``[K, G]``; see `Trees`."""
-    return Trees(is_tree.unsqueeze(1), log_divisors(ahead, ended.shape[1]), ended, prunes)
+def begin_trees(is_tree: torch.Tensor, ahead: torch.Tensor, num_chains: int) -> Trees:
+    """Return the roots of groups ``is_tree`` ``[G]``; ``ahead`` ``[K, G]`` of `log_divisors`."""
+    return Trees(is_tree.unsqueeze(1), log_divisors(ahead, num_chains))

@@ -31,7 +31,7 @@ those are more.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -111,12 +111,21 @@ class Verified(NamedTuple):
     residuals: torch.Tensor  # [R, V] float32: residual distributions, not normalised
 
 
+def every_place(flags: torch.Tensor) -> torch.Tensor:
+    """Return at least the places of true ``flags``: all, since to read them is a wait."""
+    return torch.arange(flags.numel(), device=flags.device)
+
+
+Places = Callable[[torch.Tensor], torch.Tensor]  # `every_place`, or fewer
+
+
 def verify(
     tokens: torch.Tensor,
     lengths: torch.Tensor,
     p: TokenDistribution,
     q: Sequence[TokenDistribution],
     uniforms: torch.Tensor,
+    places: Places = every_place,
 ) -> Verified:
     """Accept a prefix of one of the chains, with the residual of the token that follows.
 
@@ -128,6 +137,7 @@ def verify(
         p: of ``G * N * (K + 1)`` draws; that of column k follows a chain's first k tokens.
         q: K distributions of ``G * N`` draws.
         uniforms: ``[G]`` float64 in [0, 1).
+        places: returns the nodes and bins that are computed.
     """
     size, num_chains, num_steps = tokens.shape
     vocab_size = p.scores.shape[1]
@@ -141,9 +151,11 @@ def verify(
         tree = grow(tokens[some], lengths[some])
         of_p = p.at(rows(num_chains * (num_steps + 1)))
         of_q = [of_column.at(rows(num_chains)) for of_column in q]
-        layers = descend(tree, of_p, of_q)
+        layers = descend(tree, of_p, of_q, places)
         num_columns, winner = leave(layers, uniforms[some])
-        rejects, residuals = residual_of(tree, layers, of_p, of_q, num_columns, winner)
+        rejects, residuals = residual_of(
+            tree, layers, of_p, of_q, num_columns=num_columns, winner=winner, places=places
+        )
         return num_columns, winner, rejects, residuals
 
     parts = zip(*map(part, range(0, size, most)), strict=True)
@@ -170,14 +182,12 @@ def grow(tokens: torch.Tensor, lengths: torch.Tensor) -> Tree:
     return Tree(tokens, lengths, nodes + offset.view(-1, 1, 1))
 
 
-def places(flags: torch.Tensor) -> torch.Tensor:
-    """Return at least the places of true ``flags``; all, where reading them means a wait."""
-    if flags.device.type == "cpu":
-        return flags.flatten().nonzero().squeeze(1)
-    return torch.arange(flags.numel(), device=flags.device)
-
-
-def descend(tree: Tree, p: TokenDistribution, q: Sequence[TokenDistribution]) -> Layers:
+def descend(
+    tree: Tree,
+    p: TokenDistribution,
+    q: Sequence[TokenDistribution],
+    places: Places = every_place,
+) -> Layers:
     """Share out each layer in turn; p and q are of `verify`."""
     if tree.tokens.shape[1] == 1:
         return descend_single(tree, p, q)
@@ -187,7 +197,9 @@ def descend(tree: Tree, p: TokenDistribution, q: Sequence[TokenDistribution]) ->
     residuals = []
     densities = []
     for column, of_column in enumerate(q):
-        residual, density, below = share_out(tree, shares[-1], p, of_column, column)
+        residual, density, below = share_out(
+            tree, shares[-1], p, of_column, column=column, places=places
+        )
         shares.append(below)
         residuals.append(residual)
         densities.append(density)
@@ -222,7 +234,13 @@ def descend_single(tree: Tree, p: TokenDistribution, q: Sequence[TokenDistributi
 
 
 def share_out(
-    tree: Tree, shares: torch.Tensor, p: TokenDistribution, q: TokenDistribution, column: int
+    tree: Tree,
+    shares: torch.Tensor,
+    p: TokenDistribution,
+    q: TokenDistribution,
+    *,
+    column: int,
+    places: Places = every_place,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Divide the shares of a layer among its children, which have the tokens of a column.
 
@@ -250,7 +268,8 @@ def share_out(
         nodes.div(shares.shape[1], rounding_mode="floor"),
         bin_masses(rows.p, rows.bins),
         bin_masses(rows.q, rows.bins),
-        len(shares),
+        num_groups=len(shares),
+        places=places,
     )
     for of_layer, of_nodes in zip((rates, density), raced, strict=True):
         of_layer.flatten(0, 1)[nodes] = of_nodes
@@ -304,7 +323,9 @@ def race(
     group: torch.Tensor,
     p_masses: torch.Tensor,
     q_masses: torch.Tensor,
+    *,
     num_groups: int,
+    places: Places = every_place,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rates that divide a layer among its children, and the flow over q, both ``[M, B]``.
 
@@ -423,8 +444,10 @@ def residual_of(
     layers: Layers,
     p: TokenDistribution,
     q: Sequence[TokenDistribution],
+    *,
     num_columns: torch.Tensor,
     winner: torch.Tensor,
+    places: Places = every_place,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return whether R of one node per group is not p but for its sum ``[G]``, and R ``[G, V]``.
 

@@ -168,8 +168,9 @@ class RequestState(msgspec.Struct):
         self, output_ids: list[int], finish_reason: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         """Return the `meta_info` fields of the finished request, without its trace."""
-        log_evidence = self.counters[-1] + self.first_log_sum
-        totals = [*self.counters[:-1], log_evidence]
+        counters = Counters._make(self.counters)
+        log_evidence = counters.log_evidence + self.first_log_sum
+        totals: list[Any] = [*counters._replace(log_evidence=log_evidence)]
         fields = meta_info(totals, self.config, self.num_replayed)
         if self.has_lost_tails:
             fields[META_PREFIX + "log_evidence"] = None

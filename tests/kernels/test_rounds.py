@@ -89,6 +89,6 @@ def test_all_kernels_pass(kernels: Ops, device: str) -> None:
     columns = (1, 3) if few else (1, 2, 9)
     passes = Passes(heads, columns), Passes(heads, columns, rotates=True), Passes(latent, columns)
     sizes = CheckSizes(*n_and_k, passes, gated_delta=True, vocab_size=1000 if few else 128_256)
-    assert not set(kernels) & set(TORCH), "an operation without a kernel"
+    assert set(kernels) & set(TORCH) <= {None}, "an operation without a kernel"
     found = list(check.findings(kernels, device, sizes))
     assert [one for one in found if one.problem] == []

@@ -96,7 +96,6 @@ class FakeModel:
         self._account = account
 
     attn_backend: Any = None
-    merges = False
 
     def next_logits(self, chains: Chains) -> torch.Tensor:
         return self._logits(chains.starts.shape)

@@ -91,9 +91,10 @@ def calls_of_a_round() -> list[CodeType]:
     """The functions of the package that one default round of two requests calls, in order."""
     from toy_laws import toy
 
+    from sglang_smc.ops import TORCH
     from sglang_smc.round.batch import RoundInputs, shape_of
 
-    own = toy(2, limit=60, num_particles=8, num_steps=3)
+    own = toy(2, limit=60, num_particles=8, num_steps=3, ops=TORCH)
     reqs: Any = own.begin([1, 2])
     own.reserve(reqs)
     inputs = RoundInputs.of(own.batch(reqs), own.device)

@@ -16,7 +16,7 @@ from toy_worker import NUM_CONTEXTS, Language, SlotModel, ToyWorker
 
 from sglang_smc.kv import arena
 from sglang_smc.models.chains import Chains
-from sglang_smc.ops import TORCH
+from sglang_smc.ops.cpu_ops import CPU
 from sglang_smc.options.request import Budget, config_of
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.smc.ops import Ops
@@ -93,7 +93,7 @@ class PoolProgram(ToyWorker):
         num_rows: int,
         overlap: bool = False,
         budgets: tuple[Budget | None, ...] = (None,),
-        ops: Ops = TORCH,
+        ops: Ops = CPU,
     ) -> None:
         drawn = torch.randn(2, NUM_CONTEXTS, VOCAB, generator=torch.Generator().manual_seed(1))
         drawn[..., EOS] -= 2.0

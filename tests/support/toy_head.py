@@ -17,8 +17,6 @@ from sglang_smc.round.play import ServedRound
 class ReadSlots:
     """A target whose states, the contexts of the texts so far, go to a head."""
 
-    merges = True
-
     def __init__(self, model: SlotModel, head: EagleHead) -> None:
         self.model = model
         self.head = head

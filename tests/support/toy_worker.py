@@ -20,6 +20,7 @@ from sglang_smc.kv import arena
 from sglang_smc.kv.unread import UnreadSlots
 from sglang_smc.models.chains import Chains
 from sglang_smc.ops import TORCH
+from sglang_smc.ops.cpu_ops import CPU
 from sglang_smc.options.request import Budget, config_of
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.potentials.runner import PotentialRunner
@@ -67,7 +68,6 @@ class SlotModel:
     """Stands in for `ParticleForward`: same calls, KV in the same slots."""
 
     attn_backend: Any = None
-    merges = True
     tails: torch.Tensor  # the particles' rows, set with the tables
 
     def __init__(self, language: Language, rows: torch.Tensor, num_slots: int) -> None:
@@ -163,7 +163,7 @@ class ToyWorker:
         budgets: tuple[Budget | None, ...] = (None,),
         grammar: Callable[[], Any] = lambda: None,
         asked: dict[str, Any] | tuple[dict[str, Any], ...] | None = None,
-        ops: Ops = TORCH,
+        ops: Ops = CPU,
         corpus: Corpus | None = None,
         runners: Mapping[str, PotentialRunner] = MappingProxyType({}),
     ) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from laws import ALL, SamplingRules, rules, sorted_law
 from torch import Tensor
 
+from sglang_smc.ops.cpu_ops import SharedRows
 from sglang_smc.smc import distribution, filters
 from sglang_smc.smc.distribution import TokenDistribution, sample
 from sglang_smc.smc.edits import restrict
@@ -68,8 +69,9 @@ def test_draws_in_parts_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> Non
     rows = torch.tensor([2, 0, 2, 2, 5, 7, 5, 4, 9, 8, 8, 11])  # of groups of four
     law = TokenDistribution(logits[rows], heat, greedy=greedy)
     once = law.sample(uniforms)
-    monkeypatch.setattr(distribution, "_ENTRIES", 3 * 40)
-    for same in (law, law._replace(scores=logits, rows=rows)):
+    monkeypatch.setattr(distribution, "MOST_ENTRIES", 3 * 40)
+    by_rows = {"scores": logits, "rows": rows}
+    for same in (law, law._replace(**by_rows), SharedRows(*law)._replace(**by_rows)):
         assert all(map(torch.equal, once, same.sample(uniforms)))
         assert torch.equal(once[1], same.score(once[0]))
 

@@ -33,7 +33,7 @@ def place(name: str) -> Iterator[tuple[str, Callable[[], AbstractContextManager[
         with fake_gpu() as gpu:
             yield "cuda", gpu.no_waiting, TORCH
     else:
-        yield "cuda", torch_raises, ops_of("triton") if "kernels" in name else TORCH
+        yield "cuda", torch_raises, ops_of("triton", "cuda") if "kernels" in name else TORCH
 
 
 @contextmanager

@@ -23,7 +23,9 @@ from sglang_smc.smc.population import Population
 
 HEADS = Heads(4, 2, 16, torch.float32)
 SIZES = CheckSizes(3, 2, (Passes(HEADS, (1, 3)), Passes(HEADS, (2, 3), True)), gated_delta=True)
-OPERATIONS = sorted(set(Ops._fields) - {"kind", "ledger", "population", "distribution"})
+#: What is of a CPU alone has no kernel.
+KERNELS = {*Ops._fields} - {"kind", "sharing"}
+OPERATIONS = sorted(KERNELS - {"ledger", "population", "distribution"})
 METHODS = {"sample_and_score": "_sample", "score_tokens": "_score"}  # of `TokenDistribution`
 METHODS |= {name: name for name in ("filtered", "log_probs", "log_sums")}
 IN_PLACE = {"edit_logits": 0, "count_tokens": 0}  # which argument they write to
@@ -69,7 +71,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_operation_has_one_check() -> None:
     """And every kernel of models: red where one is added without."""
     fields = [one.field for name, one in CHECKS.items() if name not in MODELS]
-    assert sorted(set(fields)) == sorted(set(Ops._fields) - {"kind"})
+    assert sorted(set(fields)) == sorted(KERNELS)
     assert fields.count("distribution") == len(METHODS)
     folder = Path(sglang_smc.__file__).parent / "kernels" / "attention"
     files = {path.stem for path in folder.glob("*.py")} - {"spans", "work"}
@@ -80,7 +82,7 @@ def test_every_operation_has_one_check() -> None:
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_reference_agrees_with_itself_and_a_check_blames_nobody_else(name: str) -> None:
     own = {"kind", CHECKS[name].field}
-    others = set() if name in MODELS else set(Ops._fields) - own - {"distribution"}
+    others = set() if name in MODELS else KERNELS - own - {"distribution"}
     broken: Any = dict.fromkeys(others, Mock(side_effect=AssertionError(name)))
     assert failing(TORCH._replace(**broken), name) == []
 
@@ -191,7 +193,7 @@ def test_all_ranks_replace_what_fails_on_one() -> None:
 def of_a_server(monkeypatch: pytest.MonkeyPatch, device: str = "cuda", **config: Any) -> Ops:
     """The operations of a server whose kernel of attention fails the check."""
     kernels = TORCH._replace(kind="triton")
-    monkeypatch.setattr(parts, "ops_of", lambda kind: kernels if kind == "triton" else TORCH)
+    monkeypatch.setattr(parts, "ops_of", lambda kind, _: kernels if kind == "triton" else TORCH)
     monkeypatch.setattr(parts, "heads_of", lambda _: HEADS)
     monkeypatch.setattr(parts, "may_rotate", lambda _: False)
     monkeypatch.setattr(parts, "is_gated_delta", lambda _: False)
@@ -226,7 +228,7 @@ def test_a_doctor_prints_each_kernel(
     found = [check.Found("watch", 2e-6), check.Found("population", 0.5, "values differ by 0.5")]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(check, "findings", lambda *_: iter(found))
-    monkeypatch.setattr("sglang_smc.ops.ops_of", lambda _: TORCH)
+    monkeypatch.setattr("sglang_smc.ops.ops_of", lambda *_: TORCH)
     assert doctor.main(["--kernels"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["ok", "watch:", "agrees", "with", "torch,", "within", "2e-06"]

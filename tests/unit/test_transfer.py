@@ -24,6 +24,7 @@ from toy_logprobs import AskingWorker
 from toy_request import ToyRequest
 
 from sglang_smc.kv.transfer import each_tensor, on_device, on_host, to_device
+from sglang_smc.ops import ops_of
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.patches import decode_memory
 from sglang_smc.round import prefill
@@ -45,7 +46,7 @@ def played(kind: str, device: str) -> SMCBatchResult:
     given: dict[str, Any] = {"num_particles": 3, "num_steps": 2, "chosen": (ASKED[kind],)}
     if kind == "with log-probabilities":
         given |= {"kind": AskingWorker, "shown": ((2, [1]),)}
-    worker = toy(2, languages(device=device), limit=12, **given)
+    worker = toy(2, languages(device=device), limit=12, ops=ops_of("torch", device), **given)
     reqs = worker.begin([1, 2])
     worker.reserve(reqs)
     result = worker.worker.launch_round(worker.batch(reqs))
