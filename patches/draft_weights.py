@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from sglang_smc.drafts.kinds import HEADS
+from sglang_smc.drafts.heads import BY_CLASS
 from sglang_smc.models import head_parts
 from sglang_smc.server.hooks import Hooks
 
@@ -63,7 +63,7 @@ def load_whole_heads(
     target_device: torch.device,
 ) -> None:
     """Raise ValueError for a head whose checkpoint does not set all of its parameters."""
-    if type(model).__name__ not in HEADS or "load_weights" in vars(model):  # or it runs already
+    if type(model).__name__ not in BY_CLASS or "load_weights" in vars(model):  # or it runs already
         original(model, weights, target_device)
         return
     load = model.load_weights

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any, NamedTuple
 
-from sglang_smc.drafts import weights
+from sglang_smc.drafts import reading
 from sglang_smc.drafts.checkpoint import Shapes
 
 _EMBEDDINGS = (
@@ -62,10 +62,10 @@ def problems(config: Any, architecture: str, shapes: Shapes, packed: bool) -> It
         yield from _embedding_problems(config.get_text_config(), shapes)
         return
     if missing:
-        yield f"lacks {weights.several(missing, 'tensor')} that {architecture} computes with"
+        yield f"lacks {reading.several(missing, 'tensor')} that {architecture} computes with"
     if unread:
-        yield f"has {weights.several(unread, 'tensor')} that {architecture} has no place for"
-    yield from weights.misshapen(given, wanted)
+        yield f"has {reading.several(unread, 'tensor')} that {architecture} has no place for"
+    yield from reading.misshapen(given, wanted)
 
 
 def _parameters(config: Any, architecture: str) -> Parameters | None:
@@ -113,7 +113,7 @@ def _split(shapes: Shapes) -> Shapes:
     """Return fused tensors as their parts, of unknown shape: SGLang's classes load either."""
     split: Shapes = {}
     for name, shape in shapes.items():
-        split |= dict.fromkeys(weights.parts_of(name), ()) or {name: shape}
+        split |= dict.fromkeys(reading.parts_of(name), ()) or {name: shape}
     return split
 
 
@@ -135,4 +135,4 @@ def _embedding_problems(config: Any, shapes: Shapes) -> Iterator[str]:
     told = config.to_dict()
     table = (told.get("vocab_size"), told.get("hidden_size"))
     wanted = {name: table for name in _EMBEDDINGS if None not in table}
-    yield from weights.misshapen(shapes, wanted)
+    yield from reading.misshapen(shapes, wanted)

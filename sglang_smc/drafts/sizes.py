@@ -8,13 +8,13 @@ This module imports no SGLang.
 
 from typing import NamedTuple
 
-from sglang_smc.drafts import formats, kinds
-from sglang_smc.drafts.formats import Config
+from sglang_smc.drafts import reading
+from sglang_smc.drafts.heads.base import Config
 from sglang_smc.options.server import DEFAULTS, SMCConfig
 
 NGRAM = "ngram"
 OWN = "own"
-"""Kinds of drafts beside `kinds.Kind`: n-gram matches, and a class of the operator's."""
+"""Kinds of drafts beside `base.Kind`: n-gram matches, and a class of the operator's."""
 
 _MANY = 2  # experts of a mixture, at least
 
@@ -150,10 +150,10 @@ def choose(
     told = f"{own.draft}, {row.reason} (bench/results/{row.source})"
     if config is None:
         return Chosen(row.num_particles, num_steps, told)
-    if proposed := formats.num_tokens(config):
+    if proposed := reading.num_tokens(config):
         told = f"{told}; K as the draft's checkpoint proposes"
         return Chosen(row.num_particles, proposed, told)
-    block = kinds.proposed_steps(config) or num_steps
+    block = reading.proposed_steps(config) or num_steps
     return Chosen(row.num_particles, min(num_steps, block), told)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang.srt.utils.hf_transformers.common import CONTEXT_LENGTH_KEYS, get_context_length
 
-from sglang_smc.drafts import checkpoint, formats
+from sglang_smc.drafts import checkpoint, reading
 
 _FILE = "_configuration_file"  # the keyword by which transformers takes another file
 
@@ -40,11 +40,11 @@ def read(
     Raises ValueError for a draft whose tensors' names cannot be read.
     """
     told = _contents(path, revision, more.get(_FILE))
-    if told is None or not formats.is_head(told):
+    if told is None or not reading.is_head(told):
         return get_config(path, trust_remote_code, revision, *rest, **more)
     folder = checkpoint.downloaded(path, revision)
     shapes = checkpoint.shapes_in(folder)
-    wanted = formats.normalized(told, shapes or None)
+    wanted = reading.normalized(told, shapes or None)
     if wanted == told:
         return get_config(path, trust_remote_code, revision, *rest, **more)
     with NamedTemporaryFile("w", suffix=".json") as file:

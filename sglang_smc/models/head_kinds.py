@@ -11,32 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 
-from sglang_smc.drafts import checkpoint, formats, kinds, language_models, sizes, weights
-from sglang_smc.drafts.weights import is_reduced
+from sglang_smc.drafts import checkpoint, heads, language_models, reading, sizes
+from sglang_smc.drafts.heads.base import Config, Kind, is_reduced
+from sglang_smc.drafts.heads.dflash import BLOCKS
+from sglang_smc.drafts.heads.eagle3 import EAGLE3
+from sglang_smc.drafts.heads.mtp import MTP
 from sglang_smc.models import draft_config
 from sglang_smc.operator_code import at, load_class
 from sglang_smc.options.server import SMCConfig, flag_of
 
-# Unsupported heads, by a part of their architecture's name; the first that is found counts.
-_OTHER_HEADS = {
-    "Gemma4Assistant": "a Gemma 4 assistant, which attends to the target's own KV",
-    "Gemma4UnifiedAssistant": "a Gemma 4 assistant, which attends to the target's own KV",
-    "LiLiCorr": "a LiLiCorr head of a class that is not supported",
-    "PEagle": formats.P_EAGLE,
-    "XPress": "an XPress head, of a kind that is not supported",
-    "Eagle3": "an EAGLE-3 head of a class that is not supported",
-    "Eagle": "an EAGLE head of a class that is not supported",
-    "DFlash2": "a DFlash2 head of a class that is not supported",
-    "DFlash": "a DFlash head of a class that is not supported",
-    "DSpark": "a DSpark head of a class that is not supported",
-    "NextN": "an MTP layer of a kind that is not supported",
-    "MTP": "an MTP layer of a kind that is not supported",
-    "Draft": "a draft of a kind that is not supported",
-    "Assistant": "a draft of a kind that is not supported",
-}
-
 _OTHER_CLASS = (
-    f"allowed: a language model, a head of {', '.join(kinds.HEADS)}, or an MTP layer of this "
+    f"allowed: a language model, a head of {', '.join(heads.BY_CLASS)}, or an MTP layer of this "
     "target. Choose another draft."
 )
 _OTHER_SETTING = (
@@ -50,8 +35,8 @@ _WHOLE = (
 )
 
 
-def kind_of(config: ModelConfig) -> kinds.Kind:
-    return kinds.kind_of(architecture_of(config))
+def kind_of(config: ModelConfig) -> Kind:
+    return heads.kind_of(architecture_of(config))
 
 
 def architecture_of(config: ModelConfig) -> str:
@@ -60,8 +45,8 @@ def architecture_of(config: ModelConfig) -> str:
 
 def drafter_of(config: ModelConfig) -> Any:
     """Return the class of `proposers` that drafts with a checkpoint of this configuration."""
-    found = kinds.type_of(config.hf_config.to_dict())
-    return at(kinds.LANGUAGE_MODEL if found is None else found.drafter)
+    found = heads.head_of(config.hf_config.to_dict())
+    return at(heads.LANGUAGE_MODEL if found is None else found.drafter)
 
 
 class Place(NamedTuple):
@@ -88,7 +73,7 @@ class Place(NamedTuple):
 def has_mtp(place: Place) -> bool:
     """Return whether a checkpoint is of a target with an MTP layer."""
     config = _config_at(place)
-    return _named(config) in kinds.MTP and 1 in num_mtp(config)
+    return _named(config) in MTP and 1 in num_mtp(config)
 
 
 def num_mtp(config: Any) -> tuple[int | None, ...]:
@@ -99,7 +84,7 @@ def num_mtp(config: Any) -> tuple[int | None, ...]:
 
 def take_mtp(config: ModelConfig) -> None:
     """Make a target's configuration that of its MTP layer, as SGLang does for drafts."""
-    config.hf_config.architectures = [kinds.MTP[_named(config.hf_config)]]
+    config.hf_config.architectures = [MTP[_named(config.hf_config)]]
 
 
 def drafter_named(path: str) -> Any:
@@ -107,7 +92,7 @@ def drafter_named(path: str) -> Any:
 
     Raises ValueError unless it is a `DraftProposer`.
     """
-    return load_class(flag_of("draft_class"), path, at(kinds.INTERFACE))
+    return load_class(flag_of("draft_class"), path, at(heads.INTERFACE))
 
 
 def reads_states(server_args: Any) -> bool:
@@ -115,7 +100,7 @@ def reads_states(server_args: Any) -> bool:
     if server_args.speculative_draft_model_path is None:
         return False
     place = Place.of_draft(server_args)
-    is_head = _named(_config_at(place)) in kinds.HEADS
+    is_head = _named(_config_at(place)) in heads.BY_CLASS
     return is_head or (place.path == server_args.model_path and has_mtp(place))
 
 
@@ -125,7 +110,7 @@ def sizes_for(view: Any, target: ModelConfig, config: SMCConfig) -> sizes.Chosen
     return sizes.choose(*_draft_of(view), config, is_mixture=is_mixture)
 
 
-def _draft_of(view: Any) -> tuple[str, formats.Config | None]:
+def _draft_of(view: Any) -> tuple[str, Config | None]:
     """Return the kind of a server's draft, a key of `sizes.ROWS`, and its configuration if any."""
     if view.speculative_smc_draft_class is not None:
         return sizes.OWN, None
@@ -135,13 +120,13 @@ def _draft_of(view: Any) -> tuple[str, formats.Config | None]:
     if place.path == view.model_path and has_mtp(place):
         return "mtp", None
     config = _config_at(place)
-    return kinds.kind_of(_named(config)), config.to_dict()
+    return heads.kind_of(_named(config)), config.to_dict()
 
 
 def knows_all(server_args: Any) -> bool:
     """Return whether a draft can propose every token: a head may lack rare ones, or most."""
     config = _config_at(Place.of_draft(server_args))
-    found = kinds.type_of(config.to_dict())
+    found = heads.head_of(config.to_dict())
     if found is None:
         return True
     cuts = found.kind in ("eagle3", "dflash") and is_reduced(config.to_dict())
@@ -186,7 +171,7 @@ def draft_problems(
         yield from (Misfit(what, _OTHER_CLASS) for what in found)
         return
     if kind_of(config) != "model":
-        if unknown := config.hf_config.to_dict().get(formats.UNKNOWN):
+        if unknown := config.hf_config.to_dict().get(reading.UNKNOWN):
             what = f"sets {', '.join(unknown)} in its config.json, which nothing here reads"
             yield Misfit(what, _OTHER_SETTING)
         drafter = drafter_of(config)
@@ -203,17 +188,15 @@ def _class_problems(config: ModelConfig) -> Iterator[str]:
     """Yield what a draft is, if it is a head of no class that can be run."""
     name = architecture_of(config)
     told = config.hf_config.to_dict()
-    if (type_of := told.get(formats.SPECULATORS)) and type_of not in formats.CLASSES:
-        what = formats.OTHER_TYPES.get(type_of, "a head of an unknown type")
-        yield f"is {what} ({formats.SPECULATORS} is {type_of!r})"
-    elif name not in kinds.HEADS:
-        other = next((what for part, what in _OTHER_HEADS.items() if part in name), None)
-        if other is not None:
-            yield f"is {other} ({name})"
+    if (type_of := told.get(reading.SPECULATORS)) and type_of not in heads.BY_TYPE:
+        what = heads.reason_of_type(type_of) or "a head of an unknown type"
+        yield f"is {what} ({reading.SPECULATORS} is {type_of!r})"
+    elif name not in heads.BY_CLASS:
+        if (what := heads.reason_of_class(name)) is not None:
+            yield f"is {what} ({name})"
         elif "draft_vocab_size" in told:
             yield (
-                f"is an EAGLE-3 head that names {name} in its config.json. Write {formats.EAGLE3} "
-                "there."
+                f"is an EAGLE-3 head that names {name} in its config.json. Write {EAGLE3} there."
             )
 
 
@@ -253,7 +236,7 @@ def _head_weight_problems(
     config: ModelConfig, target: ModelConfig, folder: Path, shapes: checkpoint.Shapes
 ) -> Iterator[str]:
     told = config.hf_config.to_dict()
-    yield from weights.problems(told, shapes, partial(checkpoint.tensor_in, folder))
+    yield from reading.problems(told, shapes, partial(checkpoint.tensor_in, folder))
     name = next((name for name in shapes if name.endswith("embed_tokens.weight")), None)
     if kind_of(config) == "dflash" and name and not _is_targets(folder, name, target):
         yield f"has {name} of its own, which is not the target's; block heads embed by the target's"
@@ -279,7 +262,7 @@ def _width_problems(config: ModelConfig, target: ModelConfig) -> Iterator[str]:
     reads = own.to_dict().get("target_hidden_size") or config.hidden_size
     if reads != target.hidden_size:
         yield f"reads states of width {reads}, and the target's have {target.hidden_size}"
-    has_all = architecture_of(config) not in formats.BLOCKS
+    has_all = architecture_of(config) not in BLOCKS
     if has_all and config.vocab_size != target.vocab_size:
         yield f"has vocab_size {config.vocab_size}, and the target {target.vocab_size}"
 

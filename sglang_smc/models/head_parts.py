@@ -17,8 +17,9 @@ from sglang.srt.models.llama import LlamaAttention
 from sglang.srt.models.llama_eagle3 import LlamaDecoderLayer
 from sglang.srt.models.utils import apply_qk_norm
 
-from sglang_smc.drafts.formats import OWN_LM_HEAD, QK_NORM
-from sglang_smc.drafts.weights import is_reduced
+from sglang_smc.drafts.heads.base import is_reduced
+from sglang_smc.drafts.heads.dflash import OWN_LM_HEAD
+from sglang_smc.drafts.heads.eagle3 import QK_NORM
 
 Weights: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 

@@ -21,23 +21,14 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_smc import upstream
-from sglang_smc.drafts import checkpoint, formats, kinds
-from sglang_smc.drafts.weights import is_reduced
+from sglang_smc.drafts import checkpoint
+from sglang_smc.drafts.heads.base import is_reduced
+from sglang_smc.drafts.heads.dflash import BLOCK_SIZE, EXTRAS, OWN_LM_HEAD
 from sglang_smc.models.attention import Implementation, store
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.head_parts import for_class, require_set
 from sglang_smc.proposers.base import DraftContext, DraftProposer, DraftSlots, to_full_vocabulary
-
-# What SGLang's classes of blocks have no part for, by the setting that says so.
-_EXTRAS = {
-    "projector_type": "a projector (Domino)",
-    "selector_rank": "a selector of candidates",
-    "conv_kernel_size": "convolutions over the block",
-    "output_multiplier": "a multiplier of its output",
-    "final_logit_softcapping": "a cap of its own on logits",
-    "attention_sink_bias": "attention sinks",
-}
 
 
 class BlockForward(ParticleForward):
@@ -204,14 +195,14 @@ class BlockHead(DraftProposer):
             return
         whole = config.hf_config.to_dict()
         given = whole.get("dflash_config") or {}  # the oldest release does not parse extras
-        lacking = [name for name in _EXTRAS if name not in cls.has_parts]
+        lacking = [name for name in EXTRAS if name not in cls.has_parts]
         extras = {name: given.get(name) or vars(parsed).get(name) for name in lacking}
         if "output_multiplier" in extras:
             extras["output_multiplier"] = extras["output_multiplier"] not in (None, 1.0)
         extras["projector_type"] = extras["projector_type"] not in (None, cls.projector)
         for name in (name for name, value in extras.items() if value):
-            yield f"is a block head with {_EXTRAS[name]} ({name})"
-        block = parsed.resolve_block_size(default=kinds.BLOCK_SIZE)
+            yield f"is a block head with {EXTRAS[name]} ({name})"
+        block = parsed.resolve_block_size(default=BLOCK_SIZE)
         windowed = "sliding_attention" in (whole.get("layer_types") or ())
         window = (whole.get("sliding_window") if windowed else None) or block
         if whole.get("is_causal") is False and window < block:
@@ -255,7 +246,7 @@ class BlockHead(DraftProposer):
         runner = context.runner
         config = runner.model_config
         model: Any = runner.model
-        has_own = bool(config.hf_config.to_dict().get(formats.OWN_LM_HEAD))
+        has_own = bool(config.hf_config.to_dict().get(OWN_LM_HEAD))
         forward = cls.forward_class(
             runner,
             context.ledger.tails,

@@ -13,7 +13,8 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 
 from sglang_smc import upstream
-from sglang_smc.drafts import formats
+from sglang_smc.drafts.heads.base import block_options
+from sglang_smc.drafts.heads.domino import DOMINO
 from sglang_smc.proposers.base import DraftContext
 from sglang_smc.proposers.dflash import BlockForward, BlockHead
 
@@ -26,7 +27,7 @@ class DominoHead(BlockHead):
         correct: maps outputs and states ``[G, N, H + h]`` to what is added ``[G, N, V]``.
     """
 
-    projector = formats.DOMINO
+    projector = DOMINO
     shown = "Domino"
     releases = upstream.NEWER
 
@@ -42,7 +43,7 @@ class DominoHead(BlockHead):
     @classmethod
     def first_row(cls, config: ModelConfig) -> int:
         """Return the row that drafts the first token: 0 where labels are shifted."""
-        return 1 - bool(formats.block_options(config.hf_config.to_dict()).get("shift_label"))
+        return 1 - bool(block_options(config.hf_config.to_dict()).get("shift_label"))
 
     @classmethod
     def problems(cls, config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:

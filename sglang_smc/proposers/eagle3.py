@@ -32,8 +32,8 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from sglang_smc.drafts import kinds
-from sglang_smc.drafts.formats import EAGLE3_LAYERS
+from sglang_smc.drafts.heads.eagle import EAGLE
+from sglang_smc.drafts.heads.eagle3 import EAGLE3_LAYERS, EAGLE3_STATES, EXTRAS, LATENT_EAGLE3
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.models.attention import KeysWritten
 from sglang_smc.models.chains import Chains, MergedRows
@@ -47,17 +47,6 @@ from sglang_smc.smc.ledger import KVLocations, Ledger
 
 logger = logging.getLogger(__name__)
 
-# What SGLang's class of EAGLE-3 heads has no part for, by the setting that says so.
-_EAGLE3_EXTRAS = {
-    "attention_bias": "biases of attention",
-    "mlp_bias": "biases of the MLP",
-    "bias": "biases",
-    "parallel_drafting": "masks, for several tokens a pass",
-    "parallel_draft_step": "further heads, for several tokens a pass",
-    "next_layer_regular": "ordinary later layers",
-    "norm_before_fc": "a norm of all states before fc",
-    "norm_before_residual": "a norm before the residual",
-}
 _EMBEDDING = "embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
 
@@ -173,7 +162,7 @@ class EagleHead(DraftProposer):
     def problems(cls, config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
         """Yield settings that SGLang's class would read otherwise."""
         told = config.hf_config.to_dict()
-        if architecture_of(config) == kinds.EAGLE[0] and told.get("bias"):
+        if architecture_of(config) == EAGLE[0] and told.get("bias"):
             yield (
                 "has bias in its config.json, of which SGLang makes biases of attention. Remove it."
             )
@@ -375,14 +364,14 @@ class Eagle3Head(EagleHead):
     def problems(cls, config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
         """Yield what SGLang's class has no part for."""
         told = config.hf_config.to_dict() | _eagle_config(config)
-        extras = {name: told.get(name) for name in _EAGLE3_EXTRAS}
+        extras = {name: told.get(name) for name in EXTRAS}
         extras["parallel_draft_step"] = (told.get("parallel_draft_step") or 1) > 1
         extras["next_layer_regular"] = extras["next_layer_regular"] and config.num_hidden_layers > 1
-        latent = architecture_of(config) == kinds.LATENT_EAGLE3
+        latent = architecture_of(config) == LATENT_EAGLE3
         extras["norm_before_fc"] = latent and told.get("norm_before_fc")
         extras["norm_before_residual"] = latent and told.get("norm_before_residual")
         for name in (name for name, value in extras.items() if value):
-            yield f"is an EAGLE-3 head with {_EAGLE3_EXTRAS[name]} ({name})"
+            yield f"is an EAGLE-3 head with {EXTRAS[name]} ({name})"
         yield from _window_problems(told, latent)
         reads = cls.num_states(config)
         width = config.hidden_size
@@ -407,7 +396,7 @@ class Eagle3Head(EagleHead):
 
     @classmethod
     def num_states(cls, config: ModelConfig) -> int:
-        return len(cls.captured_layers(config, 0) or ()) or kinds.EAGLE3_STATES
+        return len(cls.captured_layers(config, 0) or ()) or EAGLE3_STATES
 
     @classmethod
     def hot_tokens(cls, head: Any) -> torch.Tensor | None:

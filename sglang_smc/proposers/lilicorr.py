@@ -17,7 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch.nn.functional import normalize, silu
 
 from sglang_smc import upstream
-from sglang_smc.drafts import formats
+from sglang_smc.drafts.heads.lilicorr import LATTICE
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.models.chains import Chains
 from sglang_smc.proposers.base import DraftContext, DraftSlots
@@ -78,7 +78,7 @@ class LiLiCorrHead(BlockHead):
     def problems(cls, config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
         """Yield settings of the lattice that are missing; see `BlockHead.problems`."""
         given = config.hf_config.to_dict().get("dflash_config") or {}
-        names = (formats.LATTICE + name for name in _SETTINGS)
+        names = (LATTICE + name for name in _SETTINGS)
         if missing := [name for name in names if given.get(name) is None]:
             yield f"has no {', '.join(missing)} in dflash_config"
         yield from super().problems(config, target, num_steps)

@@ -9,7 +9,7 @@ from msgspec.structs import asdict
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
-from sglang_smc.drafts.kinds import MTP
+from sglang_smc.drafts.heads.mtp import MTP
 from sglang_smc.kv import arena
 from sglang_smc.models import supported
 from sglang_smc.models.head_kinds import (

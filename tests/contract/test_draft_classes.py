@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from sglang_smc.drafts.kinds import HEADS
+from sglang_smc.drafts.heads import BY_CLASS
 from sglang_smc.models.head_kinds import draft_problems
 from sglang_smc.upstream import IS_NEWEST
 
@@ -61,8 +61,8 @@ def test_no_draft_class_is_taken_for_a_language_model() -> None:
         for name, module in found.items()
         if PARTS.search(module) or PARTS.search(name) or not MODEL.search(name)
     } - OTHERS
-    assert len(found) > 250 and set(HEADS) <= drafts and len(drafts) > 40
-    silent = [name for name in sorted(drafts - set(HEADS)) if f"({name})" not in refusal(name)]
+    assert len(found) > 250 and set(BY_CLASS) <= drafts and len(drafts) > 40
+    silent = [name for name in sorted(drafts - set(BY_CLASS)) if f"({name})" not in refusal(name)]
     assert silent == []
 
 
@@ -70,9 +70,9 @@ def test_no_draft_class_is_taken_for_a_language_model() -> None:
 def test_aliases_of_classes_that_run_are_run() -> None:
     """A class without a body of its own is another name of its base."""
     classes = [one for path in MODELS.rglob("*.py") for one in classes_in(path.read_text())]
-    aliases = {one.name for one in classes if base_of(one) in HEADS and not has_body(one)}
+    aliases = {one.name for one in classes if base_of(one) in BY_CLASS and not has_body(one)}
     assert {"LingDSparkModel", "Lfm2DSparkDraftModel", "MuseGlimmerAssistantModel"} <= aliases
-    assert aliases <= set(HEADS)
+    assert aliases <= set(BY_CLASS)
 
 
 def classes_in(source: str) -> Iterator[ast.ClassDef]:

@@ -187,7 +187,7 @@ MARKOV = "markov_rank: int"
         (MARKOV, "markov_size: int", "DSparkSpeculatorConfig.markov_size: read it, or say"),
         ("model_type: ClassVar[str]", "kind: str", "DSparkSpeculatorConfig.kind: read it"),
         ("algorithm: str", "rule: str", "SpeculatorsConfig.rule: read it"),
-        ('"dspark"', '"dspark9"', "say in OTHER_TYPES what heads of dspark9 are"),
+        ('"dspark"', '"dspark9"', "say in REFUSED what heads of dspark9 are"),
         ("VerifierConfig", "TargetConfig", "VerifierConfig is in no class"),
         ('register("dflash")', 'enter("dflash")', "dflash is in no class"),
     ],

@@ -10,7 +10,7 @@ import torch
 from published_drafts import read
 from torch import nn
 
-from sglang_smc.drafts.weights import expected
+from sglang_smc.drafts.reading import expected
 
 Checkpoint = tuple[dict[str, Any], dict[str, torch.Tensor]]
 

@@ -14,8 +14,10 @@ from model_families import make_family
 from safetensors.torch import save_file
 from support.families import VOCAB
 
-from sglang_smc.drafts import formats
-from sglang_smc.drafts.weights import expected, is_reduced
+from sglang_smc.drafts import reading
+from sglang_smc.drafts.heads import dflash, eagle3
+from sglang_smc.drafts.heads.base import is_reduced
+from sglang_smc.drafts.reading import expected
 
 STD = 0.15
 HOT = 40  # tokens of a reduced vocabulary
@@ -38,7 +40,7 @@ SIZES: dict[str, Any] = {
     "mrope_section": [1, 1, 0],  # of 16 dimensions a quarter is rotated, in pairs
 }
 LAYERS = (
-    *(formats.BLOCK_LAYERS, formats.EAGLE3_LAYERS),
+    *(dflash.BLOCK_LAYERS, eagle3.EAGLE3_LAYERS),
     "aux_hidden_state_layer_ids",
 )
 #: Of targets' configurations: what decides where a token stands.
@@ -75,7 +77,7 @@ def make_head(name: str, folder: Path) -> str:
     """Write a random head with the keys of a published one, for targets of `SIZES`."""
     told = _shrunk(zoo.config_of(name))
     draw = torch.Generator().manual_seed(5)
-    config = formats.normalized(told)
+    config = reading.normalized(told)
     wanted = expected(config)
     assert wanted is not None, "a class whose tensors are listed"
     weights = {part: torch.randn(shape, generator=draw) * STD for part, shape in wanted.items()}
@@ -97,7 +99,7 @@ def _shrunk(told: dict[str, Any]) -> dict[str, Any]:
         found["draft_vocab_size"] = VOCAB if whole else HOT
     for key in LAYERS:
         if key in found:
-            first = key == "aux_hidden_state_layer_ids" or formats.SPECULATORS in told
+            first = key == "aux_hidden_state_layer_ids" or reading.SPECULATORS in told
             found[key] = [first + place for place in range(min(3, len(found[key])))]
     if "num_hidden_layers" in found:
         types = found.get("layer_types") or []

@@ -9,7 +9,7 @@ from fake_cuda import Account
 from sglang.srt.models.dspark import build_markov_head
 from torch import nn
 
-from sglang_smc.drafts import formats, weights
+from sglang_smc.drafts.heads import lilicorr
 from sglang_smc.proposers.base import DraftSlots
 from sglang_smc.proposers.dflash2 import DFlash2Head
 from sglang_smc.proposers.domino import DominoHead
@@ -217,9 +217,9 @@ def test_a_lattice_scores_candidates_as_sglang_does(width: int, steps: int) -> N
     for ours, theirs in zip(found, lattice.log_factors(*scored), strict=True):
         assert torch.allclose(ours, theirs[:, 0], atol=1e-4) and theirs.std() > 0.5
     block = {
-        f"{formats.LATTICE}{name}": value
+        f"{lilicorr.LATTICE}{name}": value
         for name, value in (LATTICE | {"hidden_size": width}).items()
     }
     whole = {"hidden_size": WIDTH, "block_size": STEPS + 1, **block}
     own = {f"lilicorr.{name}": tuple(one.shape) for name, one in lattice.named_parameters()}
-    assert weights._of_lattice(whole) == own
+    assert lilicorr._lattice(whole) == own

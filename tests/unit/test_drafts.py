@@ -14,8 +14,8 @@ from sglang.srt import models
 from sglang.srt.utils.hf_transformers_utils import get_config
 from transformers import LlamaConfig
 
-from sglang_smc.drafts import checkpoint, formats, weights
-from sglang_smc.drafts.kinds import HEADS
+from sglang_smc.drafts import checkpoint, reading
+from sglang_smc.drafts.heads import BY_CLASS, eagle3
 from sglang_smc.models import draft_config, head_parts
 from sglang_smc.models import head_kinds as kinds
 from sglang_smc.proposers.dflash import BlockHead
@@ -33,7 +33,7 @@ TARGET = SimpleNamespace(
     model_path=str(PAIR / "target"),
     revision=None,
 )
-IDS = formats.EAGLE3_LAYERS
+IDS = eagle3.EAGLE3_LAYERS
 
 
 def opened(folder: str | Path) -> Any:
@@ -67,17 +67,17 @@ def test_a_speculators_checkpoint_says_what_sglangs_keys_say(head: Path, tmp_pat
     read_here += ("eagle_config", "dflash_config", "block_size", "markov_rank")
     assert [told.get(name) for name in read_here] == [plain.get(name) for name in read_here]
     assert told["tie_word_embeddings"] is False and "target_hidden_size" not in told
-    assert formats.num_tokens(told) == 4 and formats.target_name(told) == "a/target"
-    assert formats.normalized(told) == told
+    assert reading.num_tokens(told) == 4 and reading.target_name(told) == "a/target"
+    assert reading.normalized(told) == told
     assert problems(tmp_path) == [] == problems(head)
 
 
 def test_what_speculators_leaves_out_has_its_defaults() -> None:
     """A layer without a name is Qwen3's; its norms are known before a tensor is seen."""
     layer = {"hidden_size": 64, "num_hidden_layers": 1}
-    told = {formats.SPECULATORS: "eagle3", "transformer_layer_config": layer}
-    found = formats.normalized(told)
-    assert found["head_dim"] == 128 and found["model_type"] == "qwen3" and found[formats.QK_NORM]
+    told = {reading.SPECULATORS: "eagle3", "transformer_layer_config": layer}
+    found = reading.normalized(told)
+    assert found["head_dim"] == 128 and found["model_type"] == "qwen3" and found[eagle3.QK_NORM]
     assert "eagle_config" not in found
 
 
@@ -97,7 +97,7 @@ def test_the_anchor_drafts_by_the_rules_of_a_files_age(
     config, _ = read(PAIR / kind)
     told = as_speculators(config)
     del told["sample_from_anchor"]
-    found: Any = SimpleNamespace(hf_config=LlamaConfig(**formats.normalized(told | given)))
+    found: Any = SimpleNamespace(hf_config=LlamaConfig(**reading.normalized(told | given)))
     assert kinds.drafter_of(found).first_row(found) == 1 - drafts
 
 
@@ -138,14 +138,14 @@ def test_a_markov_head_is_read_within_its_section(sections: tuple[str], tmp_path
     assert problems(tmp_path) == []
     told = opened(tmp_path).hf_config.to_dict()
     assert (told["markov_rank"], told["sample_from_anchor"]) == (64, False)
-    assert "dspark_config" not in told and formats.normalized(told) == told
-    assert HEADS["DSparkDraftModel"].sizes(config) == HEADS["DSparkDraftModel"].sizes(told)  # pyright: ignore[reportOptionalCall]
+    assert "dspark_config" not in told and reading.normalized(told) == told
+    assert BY_CLASS["DSparkDraftModel"].sizes(config) == BY_CLASS["DSparkDraftModel"].sizes(told)  # pyright: ignore[reportOptionalCall]
 
 
 def test_a_setting_has_one_value() -> None:
     with pytest.raises(ValueError, match="markov_rank of the configuration is 9 in one section"):
-        formats.normalized(nested("dflash_config", markov_rank=9))
-    assert formats.normalized(nested("dflash_config", markov_rank=64))["markov_rank"] == 64
+        reading.normalized(nested("dflash_config", markov_rank=9))
+    assert reading.normalized(nested("dflash_config", markov_rank=64))["markov_rank"] == 64
 
 
 VLLM = ["Eagle3LlamaForCausalLM", "Eagle3Qwen3vlForCausalLM"]
@@ -160,7 +160,7 @@ def test_vllms_class_of_eagle3_is_sglangs(name: str, tmp_path: Path) -> None:
 
 def test_specforges_domino_is_a_block_with_a_projector() -> None:
     config, _ = read(DFLASH)
-    told = formats.normalized(config | {"architectures": ["DominoDraftModel"]})
+    told = reading.normalized(config | {"architectures": ["DominoDraftModel"]})
     assert kinds.drafter_of(SimpleNamespace(hf_config=LlamaConfig(**told))) is DominoHead  # pyright: ignore[reportArgumentType]
 
 
@@ -168,7 +168,7 @@ def test_a_block_is_causal_where_vllm_says_so() -> None:
     config, _ = read(DFLASH)
     for causal in (True, False):
         config["dflash_config"]["causal"] = causal
-        assert formats.normalized(config)["is_causal"] is causal
+        assert reading.normalized(config)["is_causal"] is causal
 
 
 @pytest.mark.parametrize("head", [EAGLE3, DFLASH, DSPARK], ids=lambda head: head.name)
@@ -327,7 +327,7 @@ def test_older_releases_have_no_class_of_newer_blocks(
                     for name in ("q_norm", "k_norm")
                 }
             ),
-            {formats.QK_NORM: True},
+            {eagle3.QK_NORM: True},
         ),
     ],
     ids=["tied flag", "no LM head", "no LM head, tied flag", "norms of queries and keys"],
@@ -370,7 +370,7 @@ def test_no_draft_class_is_taken_for_a_language_model() -> None:
     }
     assert len(found) > 30
     target: Any = TARGET
-    for name in found - HEADS.keys():
+    for name in found - BY_CLASS.keys():
         config: Any = SimpleNamespace(hf_config=LlamaConfig(architectures=[name]))
         (told,) = (one.what for one in kinds.draft_problems(config, target, 4))
         assert name in told and told.startswith("is a"), told
@@ -421,7 +421,7 @@ def test_parameters_that_stay_unset_are_named(given: dict[str, Any], told: str |
 def test_a_list_of_tensors_is_that_of_a_trained_head(name: str) -> None:
     """The shipped heads have all tensors on it, and no other."""
     config, tensors = read(PAIR / name)
-    given = {weights.renamed(one) for one in tensors}
-    assert given == set(weights.expected(config) or ())
+    given = {reading.renamed(one) for one in tensors}
+    assert given == set(reading.expected(config) or ())
     shapes = checkpoint.shapes_in(PAIR / name)
-    assert list(weights.problems(config, shapes, partial(checkpoint.tensor_in, PAIR / name))) == []
+    assert list(reading.problems(config, shapes, partial(checkpoint.tensor_in, PAIR / name))) == []

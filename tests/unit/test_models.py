@@ -12,8 +12,15 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from transformers import LlamaConfig, Qwen3Config
 
-from sglang_smc.drafts import formats
-from sglang_smc.drafts.kinds import EAGLE, LATENT_EAGLE3, MTP
+from sglang_smc.drafts.heads.base import architecture
+from sglang_smc.drafts.heads.dflash import DFLASH
+from sglang_smc.drafts.heads.dflash2 import DFLASH2
+from sglang_smc.drafts.heads.dspark import DSPARK
+from sglang_smc.drafts.heads.eagle import EAGLE
+from sglang_smc.drafts.heads.eagle3 import EAGLE3, LATENT_EAGLE3
+from sglang_smc.drafts.heads.lilicorr import LATTICE as PREFIX
+from sglang_smc.drafts.heads.lilicorr import LILICORR
+from sglang_smc.drafts.heads.mtp import MTP
 from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models import supported, vocabulary
 from sglang_smc.models.softmax import Softmax
@@ -53,7 +60,7 @@ TARGET = model_config(LlamaConfig(hidden_size=64, vocab_size=100, num_hidden_lay
 
 def eagle3(**more: Any) -> Any:
     sizes = {"hidden_size": 64, "vocab_size": 100, "draft_vocab_size": 32}
-    given = {"architectures": [formats.EAGLE3], "num_hidden_layers": 1, **sizes}
+    given = {"architectures": [EAGLE3], "num_hidden_layers": 1, **sizes}
     made = LlamaConfig(**{**given, **more})
     return model_config(made)
 
@@ -84,7 +91,7 @@ def eagle(name: str = EAGLE[0], **more: Any) -> Any:
 
 def dflash(block_size: int = 9, hidden_size: int = 64, **own: Any) -> Any:
     made = Qwen3Config(hidden_size=hidden_size, vocab_size=100, num_hidden_layers=2)
-    made.architectures = [formats.DFLASH]
+    made.architectures = [DFLASH]
     made.block_size = block_size
     made.dflash_config = {"mask_token_id": 3, "target_layer_ids": [0, 2, 4], **own}
     return model_config(made)
@@ -94,7 +101,7 @@ def dflash2(**own: Any) -> Any:
     sizes = {"selector_rank": 4, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 8}
     more = {"output_multiplier": 2.0, "final_logit_softcapping": 30.0}
     made = dflash(**{**sizes, **more, **own})
-    made.hf_config.architectures = [formats.DFLASH2]
+    made.hf_config.architectures = [DFLASH2]
     return made
 
 
@@ -113,15 +120,15 @@ LATTICE |= {"mlp_ratio": 2.0, "factor_dim": 4, "vector_eps": 1e-6, "logit_scale"
 
 
 def lilicorr(block_size: int = 9, **own: Any) -> Any:
-    settings = {f"{formats.LATTICE}{name}": value for name, value in LATTICE.items()}
+    settings = {f"{PREFIX}{name}": value for name, value in LATTICE.items()}
     made = dflash(block_size, **{**settings, **own})
-    made.hf_config.architectures = [formats.LILICORR]
+    made.hf_config.architectures = [LILICORR]
     return made
 
 
 def dspark(markov: str = "vanilla", **own: Any) -> Any:
     made = dflash(8, projector_type="dspark", markov_rank=4)
-    named = {"architectures": [formats.DSPARK], "markov_head_type": markov}
+    named = {"architectures": [DSPARK], "markov_head_type": markov}
     made.hf_config.update(named | own)
     made.vocab_size = made.hf_config.vocab_size
     return made
@@ -381,7 +388,7 @@ def test_a_block_drafts_from_its_masks_or_its_first_row_on(config: Any, rows: in
         get_prev_embeddings=lambda tokens: torch.nn.functional.one_hot(tokens, 4).float(),
         project_bias=lambda embedded: 10 * embedded,
     )
-    is_dspark = formats.architecture(config.hf_config.to_dict()) == formats.DSPARK
+    is_dspark = architecture(config.hf_config.to_dict()) == DSPARK
     given: dict[str, Any] = {"first": drafts_from} | ({"markov": markov} if is_dspark else {})
     head = drafter(forward, mask_token(config), **given)
     zeros = torch.zeros(4, 1, 1, dtype=torch.int64)

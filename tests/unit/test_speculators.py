@@ -10,7 +10,8 @@ from block_laws import SELECTOR, Selecting
 from published_drafts import as_speculators, read, write
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sglang_smc.drafts import checkpoint, formats, weights
+from sglang_smc.drafts import checkpoint, reading
+from sglang_smc.drafts.heads import dflash, eagle3
 from sglang_smc_tools import convert
 from sglang_smc_tools.distill.checkpoints import load_head, new_head
 
@@ -63,11 +64,11 @@ def test_what_its_classes_save_is_whole(
     own = {"norm_before_fc": True, "norm_before_residual": True} if kind == "eagle3" else {}
     model, told = saved(kind, tmp_path, model_type, draft_vocab_size=draft_vocab_size, **own)
     shapes = checkpoint.shapes_in(tmp_path)
-    found = formats.normalized(told, shapes)
-    assert formats.UNKNOWN not in found and formats.normalized(found, shapes) == found
+    found = reading.normalized(told, shapes)
+    assert reading.UNKNOWN not in found and reading.normalized(found, shapes) == found
     shifts = torch.zeros(draft_vocab_size, dtype=torch.int64)
-    assert list(weights.problems(found, shapes, {"d2t": shifts}.get)) == []
-    assert found.get(formats.QK_NORM, False) == (kind == "eagle3" and model_type == "qwen3")
+    assert list(reading.problems(found, shapes, {"d2t": shifts}.get)) == []
+    assert found.get(eagle3.QK_NORM, False) == (kind == "eagle3" and model_type == "qwen3")
     assert found["hidden_size"] == model.config.transformer_layer_config.hidden_size
 
 
@@ -75,8 +76,8 @@ def test_what_its_classes_save_is_whole(
 def test_a_markov_heads_layer_is_known(markov: str, tmp_path: Path) -> None:
     saved("dspark", tmp_path, "qwen3", markov_head_type=markov)
     shapes = checkpoint.shapes_in(tmp_path)
-    found = formats.normalized(json.loads((tmp_path / "config.json").read_text()), shapes)
-    assert list(weights.problems(found, shapes, {}.get)) == []
+    found = reading.normalized(json.loads((tmp_path / "config.json").read_text()), shapes)
+    assert list(reading.problems(found, shapes, {}.get)) == []
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -204,7 +205,7 @@ def test_what_distill_writes_loads_there_and_here(
     assert convert.main([theirs, str(stock)]) == 0
     told, tensors = read(stock)
     shapes = checkpoint.shapes_in(stock)
-    assert list(weights.problems(formats.normalized(told, shapes), shapes, tensors.get)) == []
+    assert list(reading.problems(reading.normalized(told, shapes), shapes, tensors.get)) == []
     before, back = (load_head(one, TARGET).state_dict() for one in (head, str(stock)))
     assert before.keys() == back.keys()
     assert all(torch.equal(weight, back[name]) for name, weight in before.items())
@@ -239,14 +240,14 @@ def test_its_dflash2_class_has_our_scores(tmp_path: Path) -> None:
     """Its file is whole, and what a selector makes of a text's anchors is the law of our tests."""
     theirs = saved_dflash2(tmp_path)
     shapes = checkpoint.shapes_in(tmp_path)
-    found = formats.normalized(json.loads((tmp_path / "config.json").read_text()), shapes)
-    assert formats.UNKNOWN not in found and formats.normalized(found, shapes) == found
-    assert list(weights.problems(found, shapes, {}.get)) == []
+    found = reading.normalized(json.loads((tmp_path / "config.json").read_text()), shapes)
+    assert reading.UNKNOWN not in found and reading.normalized(found, shapes) == found
+    assert list(reading.problems(found, shapes, {}.get)) == []
     _, tensors = read(tmp_path)
     flat = found | {"layer_types": ["full_attention"] * 2}
     write(tmp_path / "flat", flat, tensors)
     block = {name: found["dflash_config"][name] for name in ("target_layer_ids", "mask_token_id")}
-    plain = flat | {"architectures": [formats.DFLASH], "dflash_config": block}
+    plain = flat | {"architectures": [dflash.DFLASH], "dflash_config": block}
     ours: Any = load_head(write(tmp_path / "plain", plain, tensors), TARGET).double()
     law = Selecting(ours, tmp_path / "flat")
     target: Any = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()

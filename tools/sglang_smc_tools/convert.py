@@ -13,17 +13,21 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sglang_smc.command.program import command
-from sglang_smc.drafts import checkpoint, formats, weights
+from sglang_smc.drafts import checkpoint, heads, reading
+from sglang_smc.drafts.heads.base import Config, architecture
+from sglang_smc.drafts.heads.dflash import OWN_LM_HEAD
+from sglang_smc.drafts.heads.dspark import DSPARKS
+from sglang_smc.drafts.heads.eagle3 import EAGLE3, QK_NORM
 from sglang_smc_tools import speculators_format
 from sglang_smc_tools.plan.shapes import contents
 
 # What stock SGLang has no part for, by the setting that says so.
 _OURS = {
     "norm_before_residual": "a norm before the residual",
-    formats.QK_NORM: "norms of queries and keys",
-    formats.OWN_LM_HEAD: "an LM head of its own",
+    QK_NORM: "norms of queries and keys",
+    OWN_LM_HEAD: "an LM head of its own",
 }
-_NOTES = (formats.SPECULATORS, "speculators_config", formats.UNKNOWN)
+_NOTES = (reading.SPECULATORS, "speculators_config", reading.UNKNOWN)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
         shutil.copy2(file, place) if options.copy else place.symlink_to(file.resolve())
     text = json.dumps(told, indent=2, sort_keys=True)
     (target / checkpoint.CONFIG).write_text(f"{text}\n")
-    name = formats.architecture(told)
+    name = architecture(told)
     reader = f"--speculative-algorithm {_algorithm(told)}"
     print(f"{target}: {name}, for {reader if options.verifier is None else 'speculators'}")
 
@@ -114,24 +118,24 @@ def _checked(source: Path) -> tuple[dict[str, Any], list[str]]:
     if not source.is_dir():
         raise ValueError(f"{source} is no folder. Give that of a draft's checkpoint.")
     shapes = checkpoint.shapes_in(source)
-    told = formats.normalized(contents(source), shapes or None)
+    told = reading.normalized(contents(source), shapes or None)
     try:
-        wanted = weights.expected(told)
+        wanted = reading.expected(told)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
     if wanted is None:
-        name = told.get(formats.SPECULATORS) or formats.architecture(told) or "no architecture"
+        name = told.get(reading.SPECULATORS) or architecture(told) or "no architecture"
         raise ValueError(
             f"{source} is a checkpoint of {name}; allowed: heads of "
-            f"{', '.join(formats.CLASSES)}. Others are not translated."
+            f"{', '.join(heads.BY_TYPE)}. Others are not translated."
         )
     if not shapes:
         raise ValueError(f"{source} has no weights, *.safetensors or *.bin. Download them.")
-    found = [*weights.problems(told, shapes, partial(checkpoint.tensor_in, source))]
+    found = [*reading.problems(told, shapes, partial(checkpoint.tensor_in, source))]
     found += [
         f"sets {name}, which nothing here reads: take it out of config.json if it concerns "
         "training alone"
-        for name in told.get(formats.UNKNOWN, ())
+        for name in told.get(reading.UNKNOWN, ())
     ]
     return told, found
 
@@ -141,11 +145,11 @@ def _refuse(source: Path, found: list[str]) -> None:
         raise ValueError("; ".join(f"{source} {what}" for what in found) + ".")
 
 
-def _algorithm(config: formats.Config) -> str:
-    name = formats.architecture(config)
-    if name == formats.EAGLE3:
+def _algorithm(config: Config) -> str:
+    name = architecture(config)
+    if name == EAGLE3:
         return "EAGLE3"
-    return "DSPARK" if name in formats.DSPARKS else "DFLASH"
+    return "DSPARK" if name in DSPARKS else "DFLASH"
 
 
 main = command(parser, run)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_smc.command.machine import HERE, Finding, fail, ok, warning
-from sglang_smc.drafts import formats, kinds, sizes
+from sglang_smc.drafts import heads, reading, sizes
+from sglang_smc.drafts.heads.base import architecture
 from sglang_smc.kv.arena import arena
 from sglang_smc.kv.rounds import Room as Graphs
 from sglang_smc.kv.rounds import round_bytes
@@ -123,7 +124,7 @@ def _chosen(draft: str, *, is_mixture: bool) -> sizes.Chosen:
             config = shapes.contents(draft)
         except ValueError:  # reported by other findings
             config = {}
-        kind = kinds.kind_of(formats.architecture(config))
+        kind = heads.kind_of(architecture(config))
     elif _is_class(draft):
         kind = sizes.OWN
     chosen = sizes.choose(
@@ -247,10 +248,10 @@ def _has_name(options: argparse.Namespace) -> bool:
 
 def _is_head(draft: str) -> bool:
     """Return whether the draft is a head, which has no tokenizer: its tokens are the target's."""
-    from sglang_smc.drafts.kinds import HEADS
+    from sglang_smc.drafts.heads import BY_CLASS
 
     try:
-        return draft == MTP or shapes.architecture(shapes.contents(draft)) in HEADS
+        return draft == MTP or shapes.architecture(shapes.contents(draft)) in BY_CLASS
     except ValueError:  # reported by other findings
         return False
 
@@ -261,11 +262,11 @@ def _format(draft: str) -> str | None:
         told = shapes.contents(draft)
     except ValueError:  # reported by other findings
         return None
-    if formats.SPECULATORS not in told:
+    if reading.SPECULATORS not in told:
         return None
-    made_for = formats.target_name(told)
-    num_tokens = formats.num_tokens(told)
-    told = f"speculators {told[formats.SPECULATORS]}"
+    made_for = reading.target_name(told)
+    num_tokens = reading.num_tokens(told)
+    told = f"speculators {told[reading.SPECULATORS]}"
     told += f", made for {made_for}" if made_for else ""
     told += f", proposes K = {num_tokens}" if num_tokens else ""
     return f"{told}; for stock SGLang: sglang-smc convert"

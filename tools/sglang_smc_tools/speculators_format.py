@@ -1,4 +1,4 @@
-"""Write a head's configuration as `speculators` reads it: the way back from `drafts.formats`.
+"""Write a head's configuration as `speculators` reads it: the way back from `drafts.reading`.
 
 In the layout of speculators 0.9.0. Its classes take the target's own tables, embedding and LM head,
 from the target's checkpoint, which the configuration names.
@@ -9,14 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_smc.drafts import formats
-from sglang_smc.drafts.kinds import EAGLE3_STATES, type_of
+from sglang_smc.drafts import reading
+from sglang_smc.drafts.heads import HEADS, head_of
+from sglang_smc.drafts.heads.base import architecture, block_options
+from sglang_smc.drafts.heads.dflash import BLOCK_LAYERS, OWN_LM_HEAD, SELECTOR
+from sglang_smc.drafts.heads.eagle3 import (
+    EAGLE3_LAYERS,
+    EAGLE3_STATES,
+    EAGLE3_SWITCHES,
+    QK_NORM,
+)
 
 KINDS = {
-    formats.EAGLE3: "eagle3",
-    **dict.fromkeys(formats.BLOCKS, "dflash"),
-    **dict.fromkeys(formats.DFLASH2S, "dflash2"),
-    **dict.fromkeys(formats.DSPARKS, "dspark"),
+    name: head.speculators.type
+    for head in HEADS
+    if head.speculators is not None
+    for name in head.classes
 }
 """The `speculators_model_type` of SGLang's classes."""
 
@@ -30,9 +38,9 @@ _CLASSES = {
 _OUTER = {
     *("architectures", "draft_vocab_size", "eagle_config", "dflash_config", "block_size", "dtype"),
     *("torch_dtype", "markov_rank", "markov_head_type", "num_target_layers"),
-    *("sample_from_anchor", "target_hidden_size", "is_causal", "projector_type", formats.QK_NORM),
+    *("sample_from_anchor", "target_hidden_size", "is_causal", "projector_type", QK_NORM),
     *("enable_confidence_head", "confidence_head_with_markov", "num_aux_hidden_states"),
-    *(formats.OWN_LM_HEAD, formats.SPECULATORS, "speculators_config", *formats.EAGLE3_SWITCHES),
+    *(OWN_LM_HEAD, reading.SPECULATORS, "speculators_config", *EAGLE3_SWITCHES),
 }
 # Of a block's settings, what speculators has no part for, by what a value means nothing.
 _NO_PART = {
@@ -50,31 +58,31 @@ def to_speculators(
     """Return a head's configuration in the format of `speculators`.
 
     Args:
-        config: with SGLang's keys; see `formats.normalized`.
+        config: with SGLang's keys; see `reading.normalized`.
         target: the config.json of the target.
         name: of the target: a folder, or a name of Hugging Face.
 
     Raises ValueError for a head that `speculators` has no class or no part for.
     """
-    kind = KINDS.get(formats.architecture(config))
+    kind = KINDS.get(architecture(config))
     if kind is None:
         raise ValueError(
-            f"is of class {formats.architecture(config) or 'none'}, and speculators has none for "
+            f"is of class {architecture(config) or 'none'}, and speculators has none for "
             f"it; allowed: {', '.join(KINDS)}"
         )
-    options = formats.block_options(config)
+    options = block_options(config)
     lost = [key for key, none in _NO_PART.items() if options.get(key) not in none]
     if lost:
         raise ValueError(f"sets {', '.join(lost)}, which speculators has no part for")
     layer = {key: value for key, value in config.items() if key not in _OUTER}
     if kind == "eagle3":
-        layer["model_type"] = "qwen3" if config.get(formats.QK_NORM) else "llama"
+        layer["model_type"] = "qwen3" if config.get(QK_NORM) else "llama"
         own = _of_eagle3(config, target)
     else:
         own = _of_block(kind, options)
     return {
         "architectures": [_CLASSES[kind]],
-        formats.SPECULATORS: kind,
+        reading.SPECULATORS: kind,
         "speculators_version": "0.9.0",
         "speculators_config": {
             "algorithm": kind,
@@ -85,7 +93,7 @@ def to_speculators(
                 "architectures": list(target.get("architectures") or ()),
             },
         },
-        formats.LAYER_CONFIG: {**layer, "vocab_size": config["vocab_size"]},
+        reading.LAYER_CONFIG: {**layer, "vocab_size": config["vocab_size"]},
         "draft_vocab_size": config.get("draft_vocab_size") or config["vocab_size"],
         "target_hidden_size": config.get("target_hidden_size"),
         "tie_word_embeddings": False,
@@ -102,7 +110,7 @@ def renamed(name: str) -> str:
 
 def _of_eagle3(config: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
     given = config.get("eagle_config") or {}
-    layers = given.get(formats.EAGLE3_LAYERS)
+    layers = given.get(EAGLE3_LAYERS)
     if layers is None:  # SGLang's default
         count = {**target, **(target.get("text_config") or {})}.get("num_hidden_layers")
         if count is None:
@@ -112,13 +120,13 @@ def _of_eagle3(config: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str
             )
         layers = [1, count // 2 - 1, count - 4]
         assert len(layers) == EAGLE3_STATES
-    switches = {key: given.get(key, config.get(key)) for key in formats.EAGLE3_SWITCHES}
+    switches = {key: given.get(key, config.get(key)) for key in EAGLE3_SWITCHES}
     found = {key: value for key, value in switches.items() if value is not None}
-    return found | {formats.EAGLE3_LAYERS: [layer + 1 for layer in layers]}
+    return found | {EAGLE3_LAYERS: [layer + 1 for layer in layers]}
 
 
 def _of_block(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    layers = options.get(formats.BLOCK_LAYERS)
+    layers = options.get(BLOCK_LAYERS)
     if not layers:
         raise ValueError(
             "names no layers of the target that it reads: write target_layer_ids into its "
@@ -133,7 +141,7 @@ def _of_block(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
         "sliding_window_non_causal": options.get("is_causal") is False,
     }
     if kind == "dflash2":
-        found |= {key: options.get(key) for key in formats.SELECTOR}
+        found |= {key: options.get(key) for key in SELECTOR}
     if kind == "dspark":
         markov = options.get("markov_head_type") or "vanilla"
         found |= {"markov_rank": options["markov_rank"], "markov_head_type": markov}
@@ -142,8 +150,8 @@ def _of_block(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _proposal(config: Mapping[str, Any]) -> dict[str, Any]:
-    head = type_of(config)
+    head = head_of(config)
     assert head is not None and head.sizes is not None, "its class is one of `KINDS`"
-    known = formats.num_tokens(config)
+    known = reading.num_tokens(config)
     steps = known or head.sizes(config).max_steps or 3
     return {"proposal_type": "greedy", "speculative_tokens": steps, "verifier_accept_k": 1}

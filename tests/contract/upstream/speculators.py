@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from contract.upstream import release
 
-from sglang_smc.drafts import formats
+from sglang_smc.drafts import heads, reading
 
 RELEASES = ("0.5.0", "0.6.0", "0.7.0", "0.9.0")
-_FORMATS = "sglang_smc/drafts/formats.py"
+_FORMATS = "sglang_smc/drafts/heads"
 _BASE = "SpeculatorModelConfig"
 # Classes within a configuration, with the fields that are read or are of no account: those of
 # rules of acceptance are another program's.
@@ -66,11 +66,12 @@ def findings(root: Path) -> list[str]:
     """Return a line for each field, and each type of heads, that nobody has judged."""
     known = {one.name: one for one in _classes(root)}
     types = {one.type for one in known.values()}
+    refused = {row.type for row in heads.REFUSED}
     lost = sorted({"eagle3", "dflash"} - types) + sorted(_WITHIN.keys() - known.keys())
     found = [f"{name} is in no class of a configuration: find where it is now" for name in lost]
     for one in known.values():
-        if one.type is not None and one.type not in {*formats.CLASSES, *formats.OTHER_TYPES}:
-            found.append(f"{one.place} {one.name}: say in OTHER_TYPES what heads of {one.type} are")
+        if one.type is not None and one.type not in {*heads.BY_TYPE, *refused}:
+            found.append(f"{one.place} {one.name}: say in REFUSED what heads of {one.type} are")
         judged = _judged(one)
         new = {} if judged is None else _fields(one, known)
         found += [
@@ -83,8 +84,8 @@ def findings(root: Path) -> list[str]:
 
 def _judged(one: Settings) -> set[str] | None:
     """Return the fields of a class that are known here; None for one that is not read."""
-    if one.type in formats.CLASSES:
-        return formats.known_fields(one.type)
+    if one.type in heads.BY_TYPE:
+        return reading.known_fields(one.type)
     return set(_WITHIN[one.name].split()) if one.name in _WITHIN else None
 
 

@@ -16,10 +16,13 @@ from safetensors.torch import load_file, save
 from torch import nn
 from transformers import AutoConfig
 
-from sglang_smc.drafts.formats import DFLASH, DSPARK, EAGLE3, QK_NORM, SPECULATORS, UNKNOWN
-from sglang_smc.drafts.formats import EAGLE3_LAYERS as LAYER_IDS
-from sglang_smc.drafts.kinds import HEADS
-from sglang_smc.drafts.kinds import MTP as MTP_CLASSES
+from sglang_smc.drafts.heads import BY_CLASS
+from sglang_smc.drafts.heads.dflash import DFLASH
+from sglang_smc.drafts.heads.dspark import DSPARK
+from sglang_smc.drafts.heads.eagle3 import EAGLE3, QK_NORM
+from sglang_smc.drafts.heads.eagle3 import EAGLE3_LAYERS as LAYER_IDS
+from sglang_smc.drafts.heads.mtp import MTP as MTP_CLASSES
+from sglang_smc.drafts.reading import SPECULATORS, UNKNOWN
 from sglang_smc_tools.distill.heads import MTP, DFlash, DSpark, Eagle3, Head, flattened
 from sglang_smc_tools.plan.shapes import architecture, contents
 
@@ -249,7 +252,7 @@ def kind_of(folder: str | Path) -> str:
     Raises ValueError for a head that cannot be trained.
     """
     name = architecture(contents(folder))
-    if name in HEADS and name not in KINDS:
+    if name in BY_CLASS and name not in KINDS:
         raise ValueError(
             f"{folder} is a head of class {name}, which is not trained here; allowed: a language "
             f"model, or {', '.join(KINDS)}. Begin another head with --new."

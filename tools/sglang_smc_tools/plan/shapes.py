@@ -18,8 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sglang_smc.drafts.formats import normalized
-from sglang_smc.drafts.kinds import BLOCK_SIZE, EAGLE3_STATES, HEADS, numbers_of, type_of
+from sglang_smc.drafts.heads import BY_CLASS, head_of
+from sglang_smc.drafts.heads.base import numbers_of
+from sglang_smc.drafts.heads.dflash import BLOCK_SIZE
+from sglang_smc.drafts.heads.eagle3 import EAGLE3_STATES
+from sglang_smc.drafts.reading import normalized
 from sglang_smc_tools.plan.experts import MIXTURES, Experts
 
 Config = Mapping[str, Any]
@@ -609,7 +612,7 @@ def dense(config: Config, vocab_key: str | None, *, tied: bool, hint: str = "") 
 
 def _read_head(config: Config) -> ModelShape:
     """Return the shape of a head, by the sizes that its kind has beside its layers'."""
-    of_kind = type_of(config)
+    of_kind = head_of(config)
     assert of_kind is not None and of_kind.sizes is not None
     sizes = of_kind.sizes(config)
     layers = dense(config, sizes.rows_key, tied=sizes.passes != MTP, hint=sizes.hint)
@@ -629,7 +632,7 @@ def _read_head(config: Config) -> ModelShape:
 
 
 #: Parsers of head configurations, by architecture.
-PLANNED = {name: _read_head for name, head in HEADS.items() if head.sizes is not None}
+PLANNED = {name: _read_head for name, head in BY_CLASS.items() if head.sizes is not None}
 
 
 def quantized_bytes(quantization: Config | None) -> float:

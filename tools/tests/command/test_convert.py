@@ -8,7 +8,7 @@ import pytest
 import torch
 from published_drafts import read, rewrite, write
 
-from sglang_smc.drafts import formats
+from sglang_smc.drafts import reading
 from sglang_smc_tools import convert
 
 DOMINO = {"projector_type": "domino", "gru_hidden_dim": 4, "emb_dim": 4, "shift_label": True}
@@ -44,7 +44,7 @@ def test_there_and_back_is_what_there_was(kind: str, tmp_path: Path) -> None:
     assert convert.main([str(PAIR / kind), place, "--verifier", target]) == 0
     told, there = read(Path(place))
     assert told["speculators_config"]["verifier"]["name_or_path"] == target
-    assert formats.num_tokens(told) == {"eagle3": 3, "dflash": 8, "dspark": 8}[kind]
+    assert reading.num_tokens(told) == {"eagle3": 3, "dflash": 8, "dspark": 8}[kind]
     assert convert.main([place, str(tmp_path / "back")]) == 0
     found, back = read(tmp_path / "back")
     shipped, given = read(PAIR / kind)

@@ -11,8 +11,8 @@ from sglang.srt.configs.model_config import ModelConfig
 from transformers import LlamaConfig
 from zoo import PAIRS
 
-from sglang_smc.drafts import formats
-from sglang_smc.drafts.kinds import HEADS
+from sglang_smc.drafts import heads, reading
+from sglang_smc.drafts.heads import BY_CLASS, base
 from sglang_smc.models import head_kinds, supported
 from sglang_smc_tools.published import (
     MTP_LAYER,
@@ -69,7 +69,7 @@ def refusals_of_draft(name: str) -> list[str]:
     """Return what a server says of a class or a `speculators` type, before weights are read."""
     told = {"architectures": [name], "hidden_size": 64}
     if name.startswith(SPECULATORS):
-        told = {formats.SPECULATORS: name.split()[1], **told}
+        told = {reading.SPECULATORS: name.split()[1], **told}
     config = SimpleNamespace(hf_config=LlamaConfig(**told))
     found: Any = head_kinds.draft_problems(*(config, config), 4, has_files=False)  # pyright: ignore
     return list(map(str, found))
@@ -77,8 +77,8 @@ def refusals_of_draft(name: str) -> list[str]:
 
 def is_taken(name: str) -> bool:
     if name.startswith(SPECULATORS):
-        return name.split()[1] in formats.CLASSES
-    return name in HEADS or name in LANGUAGE_MODELS
+        return name.split()[1] in heads.BY_TYPE
+    return name in BY_CLASS or name in LANGUAGE_MODELS
 
 
 @pytest.mark.parametrize("one", ROWS, ids=lambda one: f"{one.target}: {one.draft}")
@@ -132,7 +132,7 @@ def test_a_row_says_what_its_configuration_says(one: PublishedDraft) -> None:
     layers = told.get("transformer_layer_config") or told.get("text_config") or told
     dtypes = [place.get(name) for place in (told, layers) for name in ("dtype", "torch_dtype")]
     assert one.context == layers["max_position_embeddings"] and one.dtype in dtypes
-    assert one.block == formats.block_options(told).get("block_size")
+    assert one.block == base.block_options(told).get("block_size")
     windowed = "sliding_attention" in (layers.get("layer_types") or ())
     assert one.window == (layers["sliding_window"] if windowed else None)
     refused = [pair.refused for pair in PAIRS if SEEN[key] == (pair.draft or pair.target)]
