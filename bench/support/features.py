@@ -16,7 +16,7 @@ from results import provenance
 from speed.remote import EngineError, InvalidRequestError, running
 from speed.runner import Clock, TimeUpError
 from study import PUBLISHED, REPOSITORY, write_between
-from support.run import ENGINE, NEW_TOKENS, PATIENCE, prompts
+from support.engine import ENGINE, NEW_TOKENS, PATIENCE, prompts
 
 from sglang_smc_tools.demo.serving import Launch
 

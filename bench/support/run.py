@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -26,6 +25,7 @@ from results import provenance
 from speed.remote import EngineError, running
 from speed.runner import Clock, TimeUpError
 from study import GOES_ON, PUBLISHED, REPOSITORY, main_of, parser, write_between
+from support.engine import ENGINE, NEW_TOKENS, PATIENCE, prompts
 from support.families import EOS, FAMILIES, VOCAB, ModelFamily
 
 from sglang_smc_tools.demo.serving import Launch
@@ -33,21 +33,7 @@ from sglang_smc_tools.demo.serving import Launch
 # --- One family: random weights, an engine, and the texts of transformers
 
 MODES = ("smc", "exact", "auto")
-LENGTHS = (1, 7, 16, 45)
-NEW_TOKENS = 25  # one from prefill, and rounds of K + 1
-PATIENCE = 300.0  # seconds per engine
 LONGEST_NOTE = 200
-ENGINE: dict[str, Any] = {
-    "random_seed": 0,
-    "device": "cpu",
-    "dtype": "float32",
-    "skip_server_warmup": True,
-    "disable_cuda_graph": True,
-    "max_total_tokens": 4096,
-    "max_running_requests": 8,
-    "context_length": 256,
-    "log_level": "error",
-}
 SMC: dict[str, Any] = {
     "speculative_algorithm": "SMC",
     "speculative_num_steps": 3,
@@ -103,11 +89,6 @@ def _save_weights(family: ModelFamily, folder: Path) -> None:
         file = folder / "model.safetensors"
         weights = {k.replace(*family.renamed): weight for k, weight in load_file(file).items()}
         save_file(weights, file, metadata={"format": "pt"})
-
-
-def prompts() -> list[list[int]]:
-    draw = random.Random(0)
-    return [[draw.randrange(2, VOCAB - 8) for _ in range(length)] for length in LENGTHS]
 
 
 def try_family(family: ModelFamily, folder: Path) -> Trial:

@@ -15,7 +15,7 @@ from pair import task
 from real.prompts import prompts
 from study import PAIR, bar
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from verifier.run import PAIRS, VerifierCell
+from verifier.cells import PAIRS, VerifierCell
 
 from sglang_smc.smc import verification
 from sglang_smc.smc.distribution import TokenDistribution

@@ -122,7 +122,7 @@ def test_what_becomes_of_a_family(
 
     monkeypatch.setattr(run, "running", running)
     monkeypatch.setattr(run, "save", lambda family, folder: str(folder))
-    monkeypatch.setattr(run, "_transformers", lambda *_: [[7]] * len(run.LENGTHS))
+    monkeypatch.setattr(run, "_transformers", lambda *_: [[7]] * len(run.prompts()))
     assert run.try_family(FAMILIES[0], tmp_path) == (FAMILIES[0].name, *told)
     assert next(left, "") == ""
 

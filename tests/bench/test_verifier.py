@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from verifier import run, trees
-from verifier.run import VerifierCell
+from verifier import cells, run, trees
+from verifier.cells import VerifierCell
 
 
 @pytest.fixture
@@ -12,8 +12,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts and texts are of few tokens; a third pair drafts by the target itself."""
     monkeypatch.setattr(trees, "ANSWER_TOKENS", 10)
     monkeypatch.setattr(trees, "NUM_TEXTS", 2)
-    monkeypatch.setattr(run, "SIZES", ((2, 3),))
-    monkeypatch.setattr(run, "TEMPERATURES", (0.7,))
+    monkeypatch.setattr(cells, "SIZES", ((2, 3),))
+    monkeypatch.setattr(cells, "TEMPERATURES", (0.7,))
     monkeypatch.setitem(run.PAIRS, "same", ("target", "target"))
 
 
