@@ -14,7 +14,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trees, "NUM_TEXTS", 2)
     monkeypatch.setattr(cells, "SIZES", ((2, 3),))
     monkeypatch.setattr(cells, "TEMPERATURES", (0.7,))
-    monkeypatch.setitem(run.PAIRS, "same", ("target", "target"))
+    monkeypatch.setitem(cells.PAIRS, "same", ("target", "target"))
 
 
 def test_it_writes_a_line_for_each_cell(
