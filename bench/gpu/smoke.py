@@ -482,7 +482,7 @@ def against(found: Lines, reference: Lines | None) -> Entry:
             if token != other:
                 break
             apart = max(apart, abs(logprob - expected))
-            tokens = tokens + 1
+            tokens += 1
     if not tokens:
         wrong.append("no text begins as with torch's operations")
     if apart > TOLERANCE:

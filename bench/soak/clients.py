@@ -246,7 +246,7 @@ async def _answers(client: httpx.AsyncClient, request: SoakRequest) -> list[Endi
             if index in last and (problem := _join(last[index], chunk)):
                 return failed(request, problem)
             last[index] = chunk
-            num_chunks = num_chunks + 1
+            num_chunks += 1
             if info.get("num_retractions") == 0:
                 undisturbed[index] = chunk["output_ids"]
             if request.leaves == "disconnect" and request.stream:

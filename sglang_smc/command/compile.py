@@ -105,14 +105,15 @@ def sizes_of(options: argparse.Namespace) -> list[CheckSizes]:
 
 def _settings(options: argparse.Namespace, target: Any, draft: Any) -> SMCConfig:
     """Return the settings of a server with these options."""
-    from sglang_smc.drafts import heads, sizes
+    from sglang_smc.drafts import sizes
+    from sglang_smc.models.head_kinds import kind_of
 
     config = SMCConfig(mode=options.mode, adaptive=options.adaptive)
     kind = options.draft
     of_draft = None
     if draft is not None:
         of_draft = draft.hf_config.to_dict()
-        kind = heads.kind_of((draft.hf_config.architectures or [""])[0])
+        kind = kind_of(draft)
     is_mixture = sizes.is_mixture(target.hf_config.to_dict())
     chosen = sizes.choose(kind, of_draft, config, is_mixture=is_mixture)
     config = replace(

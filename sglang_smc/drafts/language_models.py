@@ -30,7 +30,7 @@ _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
 
 
 class Parameters(NamedTuple):
-    """What a class computes with, by names without the prefix of its base model."""
+    """Hold what a class computes with, by names without the prefix of its base model."""
 
     shapes: Shapes
     prefix: str  # that names in a checkpoint may have or lack

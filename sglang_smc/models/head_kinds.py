@@ -147,7 +147,7 @@ def _named(config: Any) -> str:
 
 
 class Misfit(NamedTuple):
-    """What in a draft's checkpoint does not fit a server: a phrase that follows its path.
+    """Say what in a draft's checkpoint does not fit a server: a phrase that follows its path.
 
     One that ends with a full stop says itself what to do.
     """

@@ -170,7 +170,7 @@ async def leave(server: FaultServer, body: dict[str, Any], moment: str, way: str
     has_left = False
     async with contextlib.aclosing(server.chunks(body)) as chunks:
         async for chunk in chunks:
-            num = num + 1
+            num += 1
             tokens = chunk["meta_info"]["completion_tokens"]
             if not has_left and MOMENTS[moment](num, tokens):
                 has_left = True

@@ -41,7 +41,7 @@ class PublishedDraft(NamedTuple):
 
     @property
     def configuration(self) -> str:
-        """What its configuration says that decides whether it fits, and where that stands."""
+        """Return what its configuration says that decides its fit, and where that stands."""
         if not self.source:
             return "not seen"
         told = [f"{self.context:,} tokens", self.dtype]

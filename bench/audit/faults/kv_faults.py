@@ -77,7 +77,7 @@ def freed(alloc: Callable[..., Any]) -> Callable[..., Any]:
         slots = alloc(allocator, need_size)
         if slots is None or not len(slots):
             return slots
-        calls = calls + 1
+        calls += 1
         slots = slots.clone()
         if last is not None and calls % 8 == 0:
             slots[0] = last

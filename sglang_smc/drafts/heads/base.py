@@ -30,7 +30,7 @@ class HeadSizes(NamedTuple):
 
 
 class Speculators(NamedTuple):
-    """How `speculators` saves a kind of head: its type, and the keys beside those of all heads."""
+    """Say how `speculators` saves a kind of head: its type, and the keys that others lack."""
 
     type: str
     architecture: str  # SGLang's class
@@ -47,9 +47,7 @@ class HeadKind(NamedTuple):
     classes: tuple[str, ...]  # SGLang's, of which a checkpoint names one
     drafter: str  # its class in `proposers`, by path
     sizes: Callable[[Config], HeadSizes] | None = None  # ValueError; None: not planned for
-    tensors: Callable[[Config], Shapes] | None = (
-        None  # that it must have; ValueError; None: unknown
-    )
+    tensors: Callable[[Config], Shapes] | None = None  # ValueError; None: they are not checked
     is_narrow: bool = False  # most tokens never get mass, whatever its vocabulary is
     projector: str | None = None  # a `projector_type` that tells it from others of its classes
     renamed: Callable[[Config], Config] | None = None

@@ -125,18 +125,23 @@ def saved(config: Config, names: Collection[str]) -> dict[str, Any]:
     return {OWN_LM_HEAD: True} if "lm_head.weight" in names else {}
 
 
-def translate(config: Config, told: Config, nested: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the settings that have other names in `speculators`, and those of its section."""
+def translate(config: Config, told: Config, *, sees_block: bool = False) -> dict[str, Any]:
+    """Return the settings that have other names in `speculators`.
+
+    Args:
+        sees_block: whether rows of a window attend to those behind where the configuration does
+            not say.
+    """
     # Files of before the key existed draft from the masks alone, DSpark's too (speculators#760).
     found: dict[str, Any] = {"sample_from_anchor": bool(config.get("sample_from_anchor"))}
-    block = {name: config[name] for name in nested if name in config}
+    block: dict[str, Any] = {}
     if (layers := config.get(SPECULATORS_LAYERS)) is not None:
         block[BLOCK_LAYERS] = [layer - 1 for layer in layers]
     if config.get("mask_token_id") is not None:
         block["mask_token_id"] = config["mask_token_id"]
     found[BLOCK] = block
     # A window of W begins W before the last token there; in SGLang's classes W - 1 before a row.
-    sees_block = config.get("sliding_window_non_causal", bool(nested))
+    sees_block = config.get("sliding_window_non_causal", sees_block)
     if sees_block and "sliding_attention" in told.get("layer_types", ()):
         found["is_causal"] = False
     return found

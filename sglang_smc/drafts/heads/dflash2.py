@@ -1,10 +1,11 @@
 """DFlash2 heads (speculators 0.9.0): DFlash blocks with convolutions and a selector."""
 
-from functools import partial
+from typing import Any
 
 from sglang_smc.drafts.checkpoint import Shapes
 from sglang_smc.drafts.heads import dflash
 from sglang_smc.drafts.heads.base import (
+    BLOCK,
     Config,
     HeadKind,
     HeadSizes,
@@ -43,6 +44,13 @@ def tensors(config: Config) -> Shapes:
     return found | {f"{part}{side}_codebook": table for side in ("predecessor", "successor")}
 
 
+def translate(config: Config, told: Config) -> dict[str, Any]:
+    """Return the settings of a block that have other names in `speculators`, and the selector's."""
+    found = dflash.translate(config, told, sees_block=True)
+    found[BLOCK] |= {name: config[name] for name in SELECTOR if name in config}
+    return found
+
+
 HEADS = (
     HeadKind(
         "dflash",
@@ -52,9 +60,7 @@ HEADS = (
         tensors,
         is_narrow=True,
         saved=dflash.saved,
-        speculators=Speculators(
-            "dflash2", DFLASH2, dflash.KEYS, partial(dflash.translate, nested=SELECTOR), SELECTOR
-        ),
+        speculators=Speculators("dflash2", DFLASH2, dflash.KEYS, translate, SELECTOR),
     ),
 )
 REFUSED = (Refused("a DFlash2 head of a class that is not supported", part="DFlash2"),)
