@@ -46,7 +46,7 @@ def prepare_for_decode(original: Callable, batch: ScheduleBatch) -> None:
         original(batch)
         return
     budget = active.budget
-    spans = [(allocated(req), _allocated_after(req, budget)) for req in batch.reqs]
+    spans = _spans(batch, budget)
     _allocate(batch, spans)
     for req, (_, end) in zip(batch.reqs, spans, strict=True):
         state_of(req).step_to(budget)
@@ -54,6 +54,25 @@ def prepare_for_decode(original: Callable, batch: ScheduleBatch) -> None:
         req.kv.kv_allocated_len = end
         req.decode_batch_idx += 1
     _adapt(batch)
+
+
+def _spans(batch: ScheduleBatch, budget: Budget | None) -> list[tuple[int, int]]:
+    """Return where each row's slots end before and in the round, whose passes are set here.
+
+    Several passes take more slots than are predicted: where these are short, there is one.
+    """
+    policy = active.policy
+    most = 1 if policy is None or budget != OFF else policy.num_passes
+    states = list(map(state_of, batch.reqs))
+    for state in states:
+        state.num_passes = most if state.decodes_plainly else 1
+    before = list(map(allocated, batch.reqs))
+    ends = [_allocated_after(req, budget) for req in batch.reqs]
+    if sum(ends) - sum(before) > _num_free(batch):
+        for state in states:
+            state.num_passes = 1
+        ends = [_allocated_after(req, budget) for req in batch.reqs]
+    return list(zip(before, ends, strict=True))
 
 
 def _adapt(batch: ScheduleBatch) -> None:
@@ -76,6 +95,7 @@ def _adapt(batch: ScheduleBatch) -> None:
         lambda budget: _num_new(batch.reqs, budget) <= _num_free(batch),
         num_tokens / len(configs),
         sum(map(num_unread, bounded)),
+        min(state_of(req).num_passes for req in bounded),
     )
 
 
@@ -131,7 +151,8 @@ def tokens_required(
 
 def _allocated_after(req: Req, budget: Budget | None) -> int:
     # Never less than now: an arena shrinks by commits, not by freeing slots.
-    return max(allocated(req), arena_end(state_of(req).span(budget), req))
+    state = state_of(req)
+    return max(allocated(req), arena_end(state.span(budget), req, state.num_passes))
 
 
 @PATCHES.on(

@@ -48,10 +48,10 @@ class Active:
         """Return the budget of N and K in force; None if they stay."""
         return None if self.policy is None else self.policy.budget
 
-    def adapt(self, config: SMCConfig, costs: Costs | RoundCosts | None) -> None:
-        """Adapt N and K to the load from now on, by the costs of rounds; None: they stay."""
+    def adapt(self, config: SMCConfig, costs: Costs | RoundCosts | None, *, repeats: bool) -> None:
+        """Adapt N and K to the load from now on; see `Policy`, also for the arguments."""
         top = Budget(config.num_particles, config.num_steps)
-        self.policy = Policy(top, costs, fixed=unmeasured(top))
+        self.policy = Policy(top, costs, fixed=unmeasured(top), repeats=repeats)
 
 
 active = Active()

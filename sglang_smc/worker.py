@@ -50,6 +50,7 @@ class SMCWorker(WeightUpdates):
         self.config = process.config_of(server_args)
         assert resolved.device is not None, "SGLang finds one as it reads its arguments"
         self.device = resolved.device
+        self._overlaps = not resolved.disable_overlap_schedule
         self._target_worker = target_worker
         self._draft_worker = drafts.build(target_worker, server_args, placement, self.config)
         self.read_shapes()
@@ -133,7 +134,9 @@ class SMCWorker(WeightUpdates):
                 self._additional_graph_time_usage["smc_round"] = self._captures.seconds
         if self.config.adapts:
             measured = costs.costs_of(self._measure_rounds, get_parallel().tp_group)
-            process.active.adapt(self.config, measured)
+            # Where results come a round late, a draft that resumes is shown the last two tokens.
+            repeats = not self._overlaps and self._captures.recordings is None
+            process.active.adapt(self.config, measured, repeats=repeats)
         choice = self._round.draft.layer_choice
         process.active.layers = None if choice is None else choice.as_dict
         process.active.measure = partial(

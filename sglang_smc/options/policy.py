@@ -43,6 +43,8 @@ _TRIALS = 0.01  # share of the time of plain decoding that trials of drafts may 
 _FIRST = 32  # rounds of a request after which drafts are judged: a server's warm-up has fewer
 _CHANCES = tuple(tenth / 10 for tenth in range(1, 10))  # that a chain's token is kept, for trials
 _BISECTIONS = 12  # of an estimate within 1 / 4096
+_MOST_PASSES = 4  # of the target in a round without drafts: users see its tokens at once
+_SECONDS_OF_PASSES = 0.02  # that they take together for one request, at most
 _RAREST = 3  # trials are half as frequent after each that has lost, up to so many
 
 
@@ -325,10 +327,16 @@ class Policy:
         top: the largest.
         costs: of rounds; None where they are not known, so that ``fixed`` stays.
         fixed: a budget.
+        repeats: whether a round without drafts may have several passes of the target.
     """
 
     def __init__(
-        self, top: Budget, costs: Costs | RoundCosts | None, fixed: Budget | None = None
+        self,
+        top: Budget,
+        costs: Costs | RoundCosts | None,
+        fixed: Budget | None = None,
+        *,
+        repeats: bool = False,
     ) -> None:
         self.costs = costs
         self.top = top
@@ -337,10 +345,14 @@ class Policy:
         self._branching = Branching()
         self._length = 0.0  # of a running sequence, on average
         self.budget = fixed or top
+        self.num_passes = 1  # of the target in a round without drafts
         if costs is not None:
             self.budget = self.best(1, top)
+            if repeats:
+                fit = int(_SECONDS_OF_PASSES / costs.round(1, OFF, top))
+                self.num_passes = max(1, min(fit, _MOST_PASSES, top.num_steps + 1))
         self._num_rounds = 0
-        self._num_off = 0  # rounds without drafts, since the last with some
+        self._num_off = 0  # the target's passes without drafts, since the last with some
         self._num_lost = 0  # trials in a row, at most `_RAREST`
         self._considered = 0  # running requests when a budget was last considered
         self._widest = top  # of them
@@ -374,6 +386,7 @@ class Policy:
         fits: Callable[[Budget], bool] = lambda _: True,
         length: float = 0.0,
         num_unread: int = 0,
+        num_passes: int = 1,
     ) -> None:
         """Set the budget of the next rounds; called once per round.
 
@@ -385,11 +398,12 @@ class Policy:
             fits: returns whether there is memory for a budget.
             length: tokens of a request's sequence, on average.
             num_unread: tokens that the draft would have to read first, of all requests.
+            num_passes: of the target in this round, if it drafts nothing.
         """
         if self.costs is None:
             return
         self._num_rounds += 1
-        self._num_off = self._num_off + 1 if self.budget == OFF else 0
+        self._num_off = self._num_off + num_passes if self.budget == OFF else 0
         if self._num_rounds % _PERIOD and batch_size < 2 * self._considered:
             return
         self._considered = batch_size

@@ -18,17 +18,13 @@ from sglang_smc.rules.registry import has_rules, has_scorers
 from sglang_smc.smc.deciding import Decider, Plain, VerifyEach, VerifyTogether, Weigh
 from sglang_smc.smc.ledger import Ledger
 from sglang_smc.smc.ops import Ops
-from sglang_smc.smc.settings import Need
+from sglang_smc.smc.settings import OF_PLAIN, Need
 from sglang_smc.state.edits import EditTable, has_edits
 from sglang_smc.state.logprobs import NO_LOGPROBS, LogprobWidths
 from sglang_smc.state.metrics import CounterTable, zero_counters
 from sglang_smc.state.particles import ParticleTable
 from sglang_smc.state.request import RequestState, state_of
 from sglang_smc.state.settings import RequestTable, Start, is_greedy, uses_filters
-
-#: What plain decoding does, or ignores.
-_OF_PLAIN = {Need.WEIGHS, Need.VERIFIES, Need.EXTENDS, Need.TREES, Need.MATCHES}
-_OF_PLAIN |= {Need.FILTERS, Need.GREEDY}
 
 
 class RoundShape(NamedTuple):
@@ -42,6 +38,7 @@ class RoundShape(NamedTuple):
     needs: frozenset[Need] = frozenset()
     # Of these, the first for the groups of no other; none for `plain.play_plainly`.
     deciders: tuple[Decider, ...] = ()
+    num_passes: int = 1  # of the target in a round without deciders
     logprobs: LogprobWidths = NO_LOGPROBS  # of the log-probabilities that requests return
     extras: frozenset[str] = frozenset()  # names of `round.extras` that requests ask for
 
@@ -57,7 +54,7 @@ class RoundShape(NamedTuple):
             deciders += (Weigh(),)
         if self.num_steps == 0:  # the target draws the next token, in every mode
             is_single = self.skips_draft and self.max_tail <= 1
-            is_plain = is_single and not self.extras and needs <= _OF_PLAIN
+            is_plain = is_single and not self.extras and needs <= OF_PLAIN
             deciders = () if is_plain else (Plain(),)
         return self._replace(needs=needs, deciders=deciders)
 
@@ -189,6 +186,7 @@ def shape_of(reqs: list[Req], returns_logprobs: bool = False) -> RoundShape:
         num_steps=max(config.num_steps for config in configs),
         max_tail=max(tails),
         max_arena=max(end - start for start, end in (state.arena for state in states)),
+        num_passes=min(state.num_passes for state in states),
         extras=frozenset().union(*(config.extras for config in configs)),
     )
     logprobs = LogprobWidths.of(reqs, returns_logprobs)

@@ -130,7 +130,8 @@ class Prefill:
     def skip_draft(self, batch: ScheduleBatch, reqs: list[Req]) -> None:
         """Leave a round's tokens to a later pass of the draft, over `late_tokens` of a request."""
         self._last = batch
-        if max(map(skip_draft, reqs)) >= self._draft.late_tokens:
+        num_passes = max(state_of(req).num_passes for req in reqs)
+        if max(map(skip_draft, reqs)) + num_passes > self._draft.late_tokens:
             self.catch_up(batch, reqs)
             for req in reqs:
                 skip_draft(req)

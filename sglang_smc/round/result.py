@@ -205,6 +205,7 @@ class SMCBatchResult(GenerationBatchResult):
         state = state_of(req)
         state.drafts.add_round(num_kept, len(emitted))
         gains = gained(state.counters, totals)
+        req.spec_verify_ct += max(int(gains.rounds_ct) - 1, 0)  # beside the one of SGLang
         config = state.config
         replayed = self.can_run_cuda_graph
         played = Played(

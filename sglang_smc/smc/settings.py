@@ -32,6 +32,20 @@ class Need(str, Enum):
     MATCHES = "n-gram matches"
 
 
+#: What a round without drafts, of single particles, meets or ignores.
+OF_PLAIN = frozenset(
+    {
+        Need.WEIGHS,
+        Need.VERIFIES,
+        Need.TREES,
+        Need.EXTENDS,
+        Need.FILTERS,
+        Need.GREEDY,
+        Need.MATCHES,
+    }
+)
+
+
 class BatchSettings(NamedTuple):
     """Settings of the G requests in a batch, each ``[G]`` but the last."""
 

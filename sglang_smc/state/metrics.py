@@ -91,7 +91,7 @@ class CounterTable:
         self._values = torch.zeros(shape, dtype=torch.float64, device=device)
         self._one = torch.ones(1, dtype=torch.float64, device=device)
         gains = [name in ("rounds_ct", "ess_sum", "particles_sum") for name in Counters._fields]
-        self._plain = torch.tensor(gains, dtype=torch.float64, device=device)  # of a plain round
+        self._plain = torch.tensor(gains, dtype=torch.float64, device=device)  # of a plain one
         self._ops = ops
 
     def begin(self, rows: torch.Tensor, carried: torch.Tensor) -> None:
@@ -117,17 +117,24 @@ class CounterTable:
         added, latest = ([gains[name] for name in names] for names in (_SUMS, _LATEST))
         return self._ops.tally(self._values, rows, added=added, lowest=ess, latest=latest)
 
-    def add_plain_round(
-        self, rows: torch.Tensor, failed: torch.Tensor, verified: torch.Tensor
+    def add_plain_rounds(
+        self,
+        rows: torch.Tensor,
+        failed: torch.Tensor,
+        verified: torch.Tensor,
+        played: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Count a round of single particles without drafts, and return the totals.
+        """Count rounds of single particles without drafts, and return the totals.
 
         Args:
-            failed, verified: ``[G]`` bool, for ``nan_ct`` and ``exact_ct``.
+            failed, verified: ``[G]`` bool, whether the last one failed, for ``nan_ct``, and whether
+                all were verified, for ``exact_ct``.
+            played: ``[G]`` int64 rounds of each request; None: one.
         """
-        totals = self._values.index_select(0, rows).add_(self._plain)
+        plain = self._plain if played is None else played.unsqueeze(1) * self._plain
+        totals = self._values.index_select(0, rows).add_(plain)
         totals[:, _NAN].add_(failed)
-        totals[:, _EXACT].add_(verified)
+        totals[:, _EXACT].add_(verified if played is None else played * verified)
         totals[:, _LOWEST : _LOWEST + 2].clamp_max_(1)  # and the ancestors
         self._values.index_copy_(0, rows, totals)
         return totals

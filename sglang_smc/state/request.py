@@ -16,13 +16,20 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.kv.arena import arena, remaining
 from sglang_smc.options.policy import Dial
-from sglang_smc.options.request import Budget, RequestConfig, apply_budget, config_of, union
+from sglang_smc.options.request import (
+    OFF,
+    Budget,
+    RequestConfig,
+    apply_budget,
+    config_of,
+    union,
+)
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.potentials.runner import PotentialRunner
 from sglang_smc.potentials.spec import PotentialSpec
 from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.randomness import derive_seed
-from sglang_smc.smc.settings import Need
+from sglang_smc.smc.settings import OF_PLAIN, Need
 from sglang_smc.state.correct_drafts import CorrectDrafts
 from sglang_smc.state.failures import end_request
 from sglang_smc.state.fidelity import AnswerFidelity
@@ -47,6 +54,7 @@ class RequestState(msgspec.Struct):
     config_now: RequestConfig
     budget: Budget | None = None  # that bounds the next round
     needs: frozenset[Need] | None = None  # on it, once a round has found them
+    num_passes: int = 1  # of the target in the next round, if it decodes plainly
     arena: tuple[int, int] = (0, 0)  # after the end of the sequence on the host, when reserved
     open_token: OpenToken = msgspec.field(default_factory=OpenToken)
     has_lost_tails: bool = False  # a retraction dropped tokens that the evidence has counted
@@ -111,6 +119,11 @@ class RequestState(msgspec.Struct):
         self.config_now = apply_budget(self.config, budget)
         self.needs = None
         self.was_reduced |= self.config_now.mode != self.config.mode
+
+    @property
+    def decodes_plainly(self) -> bool:
+        """Return whether its last round, and the next on the same budget, are of plain decoding."""
+        return self.sizes == OFF and self.needs is not None and self.needs <= OF_PLAIN
 
     def take_start(self) -> bool:
         """Return whether the next round is the first after a prefill, and clear the flag."""
@@ -303,9 +316,13 @@ def state_of(req: Req) -> RequestState:
     return req.smc_state  # pyright: ignore[reportAttributeAccessIssue] -- ours
 
 
-def arena_end(config: SMCConfig, req: Req) -> int:
-    """Return where the arena of a running request with these options ends in its row, at least."""
-    end = kv_of(req).kv_committed_len + arena(config, remaining(req))
+def arena_end(config: SMCConfig, req: Req, num_passes: int = 1) -> int:
+    """Return where the arena of a running request with these options ends in its row, at least.
+
+    Args:
+        num_passes: of the target in a round without drafts: each after the first takes a slot more.
+    """
+    end = kv_of(req).kv_committed_len + arena(config, remaining(req)) + num_passes - 1
     return end - end % config.page_size
 
 

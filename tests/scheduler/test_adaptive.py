@@ -8,17 +8,20 @@ import json
 import math
 import random
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
+from head_laws import DFLASH, EAGLE3, make_head
 from in_process import Reply, Server
 from sglang.srt.managers.io_struct import GetInternalStateReq
 from tiny_models import smc_arguments
 
 from sglang_smc import process
-from sglang_smc.options.policy import COSTS_ENV, Curve, RoundCosts
+from sglang_smc.options import policy
+from sglang_smc.options.policy import COSTS_ENV, Curve, Policy, RoundCosts
 from sglang_smc.options.request import OFF
 from sglang_smc.options.server import MODES
 from sglang_smc.round import costs as round_costs
@@ -45,14 +48,14 @@ def adaptive(
 ) -> Callable[..., Server]:
     """Start a server where passes of up to so many tokens cost the same, and more cost a lot."""
 
-    def make(num_free: int | None, **settings: Any) -> Server:
+    def make(num_free: int | None, *, overlap: bool = True, **settings: Any) -> Server:
         if num_free is not None:
             points = [(1, 1.0), (num_free, 1.0), (2 * num_free, 8.0)]
-            both = {"draft": 0.001, "target": 0.01}
+            both = {"draft": 0.0005, "target": 0.005}
             costs = {kind: [(n, c * unit) for n, c in points] for kind, unit in both.items()}
             monkeypatch.setenv(COSTS_ENV, json.dumps(costs))
         model = tiny(seed=1, vocab_size=64, scale=0.3)
-        return start(**smc_arguments(model, model, **{**SETTINGS, **settings}), overlap=True)
+        return start(**smc_arguments(model, model, **{**SETTINGS, **settings}), overlap=overlap)
 
     return make
 
@@ -82,9 +85,12 @@ def test_a_crowd_decodes_plainly_and_others_speculate(
     assert sizes(server.generate(**asked(60))) == (4, 3), "and speculation has come back"
 
 
-def test_the_draft_catches_up_with_what_it_skipped(adaptive: Callable[..., Server]) -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_draft_catches_up_with_what_it_skipped(
+    adaptive: Callable[..., Server], overlap: bool
+) -> None:
     """It is the target: all its tokens are accepted, as long as it has read the same ones."""
-    server = adaptive(num_free=16, max_running_requests=32, mode="exact")
+    server = adaptive(num_free=16, overlap=overlap, max_running_requests=32, mode="exact")
     slow = server.send(**asked(200))
     server.run_until(lambda: len(slow.output_ids) > 20)
     server.play([asked(90, i) for i in range(24)], every=0)
@@ -98,11 +104,12 @@ def test_the_draft_catches_up_with_what_it_skipped(adaptive: Callable[..., Serve
         assert reply.meta["spec_num_correct_drafts"] >= drafted - 3, "but of the last round"
 
 
+@pytest.mark.parametrize(("overlap", "page_size"), [(True, 1), (False, 1), (False, 8)])
 def test_sizes_change_under_all_kinds_in_a_small_pool(
-    adaptive: Callable[..., Server],
+    adaptive: Callable[..., Server], overlap: bool, page_size: int
 ) -> None:
     pool = {"max_total_tokens": 500, "max_running_requests": 12, "chunked_prefill_size": 24}
-    server = adaptive(num_free=4, **pool)
+    server = adaptive(num_free=4, overlap=overlap, page_size=page_size, **pool)
     draw = random.Random(0)
     requests = []
     limits = [draw.choice([1, 2, 17, 40]) for _ in range(40)]
@@ -145,6 +152,57 @@ def test_clients_that_leave_end_no_one(
     server.finish()
     assert [reply.why for reply in crowd] == ["abort"] * 8 + ["length"] * 12
     server.flush()
+
+
+@pytest.mark.parametrize("kind", ["model", EAGLE3, DFLASH])
+def test_several_passes_a_round_are_as_many_rounds(
+    kind: str,
+    start: Callable[..., Server],
+    tiny: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Texts, drafts and counts are the same: red where a draft misses one of the tokens."""
+    target = tiny(seed=1, vocab_size=64, scale=0.3, layers=4)  # a head reads 3
+    draft = target if kind == "model" else make_head(kind, target, tmp_path / "head")
+    monkeypatch.setenv(COSTS_ENV, '{"draft": [[1, 0.001]], "target": [[1, 0.005]]}')
+    monkeypatch.setattr(Policy, "choose", in_turns)
+    prompts = range(5, 10)
+    own = {"temperature": 1.2, "top_p": 0.9}
+    found = []
+    for most in (1, 4):
+        monkeypatch.setattr(policy, "_MOST_PASSES", most)
+        num_steps = 3 if kind == DFLASH else 5  # the former's block has 4
+        sizes = {"num_particles": 4, "num_steps": num_steps, "max_running_requests": 8 + most}
+        server = start(**smc_arguments(target, draft, mode="exact", adaptive="on", **sizes))
+        replies = []
+        begin = server.steps
+        asks = [[asked(count, *prompts, **own)] for count in (60, 23, 14)]
+        # Without a prefix in common, for which SGLang would have some of them wait.
+        asks.append([{**asked(20 + 9 * i, **own), "input_ids": [10 + i, 4]} for i in range(5)])
+        for together in asks:
+            begins = process.active.policy
+            assert begins is not None
+            begins.budget = begins.top
+            monkeypatch.setattr(begins, "turns", 0, raising=False)
+            replies += server.play(together, every=0)
+        found.append((server.steps - begin, [outcome_of(reply) for reply in replies]))
+    (single, expected), (several, same) = found
+
+    assert same == expected
+    assert several < 0.6 * single
+
+
+def in_turns(self: Any, *args: Any) -> None:
+    """Draft in four rounds, then in none for 25 passes of the target, and so on."""
+    self.turns = getattr(self, "turns", 0) + (args[-1] if self.budget == OFF else 6)
+    self.budget = OFF if self.turns % 49 >= 24 else self.top
+
+
+def outcome_of(reply: Reply) -> tuple[list[int], dict[str, Any]]:
+    """The text, and what was counted."""
+    counted = [name for name in reply.meta if name.endswith(("_ct", "_mean"))]
+    return reply.output_ids, {name: reply.meta[name] for name in counted}
 
 
 @pytest.mark.parametrize("mode", MODES)

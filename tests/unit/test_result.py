@@ -254,6 +254,7 @@ def resolve(
         "num_correct_drafts": torch.tensor(correct),
         "counters": torch.arange(size).view(-1, 1) + torch.zeros(1, len(Counters._fields)),
     }
+    given["counters"][:, Counters._fields.index("rounds_ct")] = 1
     found = result or booked(outcome_of(size, **{**given, **fields}))
 
     def stock() -> list[list[int]]:
