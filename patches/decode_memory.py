@@ -168,8 +168,8 @@ def release_kv_cache(
     original: Callable, req: Req, tree_cache: BasePrefixCache, *, checkpoint: bool
 ) -> None:
     """Put a request's KV into the order of pages before its row is given back, or its slots."""
-    if active.order_pages is not None and holds_kv(req):
-        active.order_pages(req, keeps=checkpoint or req.session is not None)
+    if active.worker is not None and holds_kv(req):
+        active.worker.order_pages(req, keeps=checkpoint or req.session is not None)
     original(req, tree_cache, checkpoint=checkpoint)
 
 

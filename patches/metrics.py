@@ -16,7 +16,7 @@ from sglang_smc.options.request import apply_budget, request_config
 from sglang_smc.options.server import SERVER_ARGS_FIELDS
 from sglang_smc.process import active, config_of, is_smc
 from sglang_smc.server.hooks import Hooks
-from sglang_smc.state.metrics import Monitor, finite
+from sglang_smc.state.metrics import finite
 from sglang_smc.state.request import find_state
 from sglang_smc.worker import SMCWorker
 
@@ -43,7 +43,7 @@ def init_metrics_reporter(
     """Pass SGLang's metrics reporter to the worker, to export sglang_spec_smc_* as it does."""
     original(scheduler, *args, **kwargs)
     if is_smc(scheduler.server_args):
-        _monitor(scheduler).report_as(scheduler.metrics_reporter)
+        _worker(scheduler).monitor.report_as(scheduler.metrics_reporter)
 
 
 @PATCHES.on(
@@ -66,13 +66,14 @@ def get_internal_state(
     return output
 
 
-def _monitor(scheduler: Scheduler) -> Monitor:
-    """Return the worker's monitor; the worker is SMC's where the server arguments select SMC."""
-    return cast("SMCWorker", scheduler.draft_worker).monitor
+def _worker(scheduler: Scheduler) -> "SMCWorker":
+    """Return the worker, which is SMC's where the server arguments select SMC."""
+    return cast("SMCWorker", scheduler.draft_worker)
 
 
 def _state(scheduler: Scheduler) -> dict[str, Any]:
-    monitor = _monitor(scheduler)
+    worker = _worker(scheduler)
+    monitor = worker.monitor
     config = monitor.dial.with_threshold(request_config(config_of(scheduler.server_args), None))
     now = apply_budget(config, active.budget)
     names = (name for name in SERVER_ARGS_FIELDS if name != "evidence_threshold")
@@ -82,7 +83,7 @@ def _state(scheduler: Scheduler) -> dict[str, Any]:
     return {
         "settings": {name: getattr(config, name) for name in names}
         | {"evidence_threshold": threshold, "max_lag": config.lag},
-        "chosen": active.sizes,  # where these N and K come from
+        "chosen": worker.reason_of_sizes,  # where these N and K come from
         # Smaller than the settings while the server adapts to its load.
         "in_force": {name: getattr(now, name) for name in ("mode", "num_particles", "num_steps")},
         "since_start": monitor.totals(),
@@ -90,7 +91,7 @@ def _state(scheduler: Scheduler) -> dict[str, Any]:
         "memory": None if table is None else table.as_dict(),
         "costs": None if costs is None else costs.as_dict(),
         "reason": None if active.policy is None else active.policy.reason,
-        "draft_layers": None if active.layers is None else active.layers(),
+        "draft_layers": worker.draft_layers(),
         "running": _running(scheduler),
     }
 

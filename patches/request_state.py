@@ -64,7 +64,8 @@ def update_finish_state(original: Callable, req: Req, new_accepted_len: int = 1)
         StopTexts.end_at_match(req)
         if state is not None and state.count_thoughts and (req.finished() or num_closed):
             recount(req, state.count_thoughts)
-    if state is not None and (monitor := active.monitor) is not None:
+    if state is not None and active.worker is not None:
+        monitor = active.worker.monitor
         count_emitted(req, monitor)
         if req.stream:
             _time_chunk(req, state, monitor, num_new)
@@ -92,8 +93,8 @@ def _end_after_prefill(req: Req, state: RequestState) -> None:
     if not registry.end_failed(req, code):
         return
     state.count_nan()
-    if (monitor := active.monitor) is not None:
-        monitor.count_failed_prefill()
+    if active.worker is not None:
+        active.worker.monitor.count_failed_prefill()
 
 
 @PATCHES.on(

@@ -1,9 +1,8 @@
 """Hold the SMC state of a scheduler process, and test whether it is an SMC server."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 from sglang.srt.runtime_context import get_parallel, get_server_args
@@ -23,22 +22,18 @@ from sglang_smc.upstream import Arguments
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
 
+    from sglang_smc.worker import SMCWorker
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Active:
-    """State of SMC in a scheduler process."""
+class ServerState:
+    """State of SMC in a scheduler process, for SGLang's functions that are given no worker."""
 
+    worker: "SMCWorker | None" = None  # None before it is built
     policy: Policy | None = None  # adapts N and K; None if they stay
-    sizes: str | None = None  # where N and K come from; None before the worker is built
-    monitor: Monitor | None = None  # in which rounds count; None before the worker is built
-    measure: Callable[..., Table] | None = None  # measures the memory, once pools have their sizes
     memory: Table | None = None  # of `log_memory_report`; None before that
-    order_pages: Callable[..., None] | None = None  # of `Handover`; None: 1 slot a page
-    begin_transferred: Callable[..., Any] | None = None  # `SMCWorker.begin_transferred`
-    layers: Callable[[], dict[str, Any]] | None = None  # `LayerChoice.as_dict`; None: no choice
     ranks: RankCheck = field(default_factory=RankCheck)
     # The options, behind the arguments that they were read from.
     config: tuple[Arguments, SMCConfig | None] | None = None
@@ -54,7 +49,7 @@ class Active:
         self.policy = Policy(top, costs, fixed=unmeasured(top), repeats=repeats)
 
 
-active = Active()
+active = ServerState()
 
 
 def config_of(server_args: Arguments) -> SMCConfig:
@@ -123,9 +118,11 @@ def log_memory_report(*, num_slots: int, most_running: int) -> None:
         num_slots: of the KV pool.
         most_running: requests that run at a time.
     """
-    if active.measure is None:
+    if active.worker is None:
         return
-    memory = active.memory = active.measure(num_slots=num_slots, most_running=most_running)
+    memory = active.memory = active.worker.measure_memory(
+        num_slots=num_slots, most_running=most_running
+    )
     if get_parallel().tp_rank == 0:
         logger.info("%s", memory.as_text())
         if memory.advice:

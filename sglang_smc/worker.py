@@ -4,7 +4,6 @@ The algorithm is `round.play.ServedRound.play`. Its state is on the device, in t
 `req_pool_idx`. docs/algorithm.md explains the steps.
 """
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.server_args import ServerArgs
+
+    from sglang_smc.kv.report import Table
 
 
 class SMCWorker(WeightUpdates):
@@ -63,15 +64,14 @@ class SMCWorker(WeightUpdates):
         self._corpus = drafts.corpus_of(resolved, self.config)
         self._graph_sizes = graph_sizes(resolved)
         self.monitor = Monitor(resolved.decode_log_interval)
-        process.active.monitor = self.monitor
         seed = target_worker.random_seed
         assert seed is not None, "SGLang draws one where it is given none"
         replica = upstream.replica_of(placement)
         runners = process.open_runners(server_args, self.config, self.monitor)
         dial = self.monitor.dial
         self._states = RequestStates(self.config, seed, dial, runners, replica)
-        process.active.begin_transferred = self.begin_transferred
-        process.active.sizes = drafts.reason_of_sizes(server_args, target_worker, self.config)
+        self.reason_of_sizes = drafts.reason_of_sizes(server_args, target_worker, self.config)
+        process.active.worker = self
 
     def alloc_memory_pool(
         self,
@@ -119,8 +119,6 @@ class SMCWorker(WeightUpdates):
             page_size=self.config.page_size,
             device=self.device,
         )
-        if self.config.page_size > 1:
-            process.active.order_pages = self._handover.order_pages
 
     def init_cuda_graphs(self) -> None:
         """Let SGLang's runners capture prefill, then capture whole rounds."""
@@ -137,20 +135,6 @@ class SMCWorker(WeightUpdates):
             # Where results come a round late, a draft that resumes is shown the last two tokens.
             repeats = not self._overlaps and self._captures.recordings is None
             process.active.adapt(self.config, measured, repeats=repeats)
-        choice = self._round.draft.layer_choice
-        process.active.layers = None if choice is None else choice.as_dict
-        process.active.measure = partial(
-            memory_of,
-            self.config,
-            self._target_worker,
-            self._draft_worker,
-            self._tables,
-            {
-                "states of the target": self._round.draft.state_bytes,
-                "marks of unread tokens": self._prefill.unread_bytes,
-                "round graphs": round(self._captures.gigabytes * 2**30),
-            },
-        )
 
     def _measure_rounds(self, allowance: costs.Allowance) -> costs.AnyCosts:
         """Measure the rounds of this server as they are played."""
@@ -183,6 +167,32 @@ class SMCWorker(WeightUpdates):
         """Start particles on a decode server; see `Prefill.begin_transferred`."""
         self._prefill.begin_transferred(batch, first, process.active.budget)
         return SMCDraftInput(first)
+
+    def order_pages(self, req: "Req", *, keeps: bool) -> None:
+        """Put a row into the order of pages before it is given back; see `Handover.order_pages`."""
+        if self.config.page_size > 1:
+            self._handover.order_pages(req, keeps=keeps)
+
+    def measure_memory(self, *, num_slots: int, most_running: int) -> "Table":
+        """Return what takes memory, once pools have their sizes; see `memory_of`."""
+        return memory_of(
+            self.config,
+            self._target_worker,
+            self._draft_worker,
+            self._tables,
+            {
+                "states of the target": self._round.draft.state_bytes,
+                "marks of unread tokens": self._prefill.unread_bytes,
+                "round graphs": round(self._captures.gigabytes * 2**30),
+            },
+            num_slots=num_slots,
+            most_running=most_running,
+        )
+
+    def draft_layers(self) -> dict[str, Any] | None:
+        """Return what draft layers were chosen, for /server_info; None where there is no choice."""
+        choice = self._round.draft.layer_choice
+        return None if choice is None else choice.as_dict()
 
     @property
     def primary_draft_kv_pool(self) -> None:

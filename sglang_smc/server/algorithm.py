@@ -77,8 +77,8 @@ class SMCAlgorithm(CustomSpecAlgo):
 
             from sglang_smc.process import active
 
-            assert active.begin_transferred is not None, "the worker is built before any batch"
-            found = active.begin_transferred(batch, last_tokens_tensor)
+            assert active.worker is not None, "it is built before any batch"
+            found = active.worker.begin_transferred(batch, last_tokens_tensor)
             if batch.enable_overlap:
                 found.future_indices = batch.req_pool_indices
                 future_map.publish(found.future_indices, batch.seq_lens)

@@ -463,7 +463,7 @@ def test_the_gaps_and_sizes_of_a_streams_chunks(
     req.stream = stream
     watching = Monitor(1000, now=lambda: seconds[0])
     watching.report_as(reporter())
-    monkeypatch.setattr(process.active, "monitor", watching)
+    monkeypatch.setattr(process.active, "worker", SimpleNamespace(monitor=watching))
     for after, num_tokens, *kept in emitted:
         seconds[0] += after
         req.output_ids_through_stop = req.output_ids + [5] * (kept or [num_tokens])[0]
@@ -494,7 +494,7 @@ def test_a_prefill_that_fails_is_counted(
     req = begun({}, [-1])
     found = monitor()
     req.output_ids_through_stop = req.output_ids
-    monkeypatch.setattr(process.active, "monitor", found)
+    monkeypatch.setattr(process.active, "worker", SimpleNamespace(monitor=found))
     update_finish_state(lambda *_: None, req)
     totals = found.totals()
     assert (totals["nan_rounds"], totals["rounds"]) == (1, 0)
@@ -626,7 +626,7 @@ def test_an_answer_is_taken_in_once_as_it_ends(monkeypatch: pytest.MonkeyPatch) 
     for stream in (True, False):
         monitor = Monitor(interval=1)
         state = RequestState.of(0, RequestConfig(num_particles=4))
-        monkeypatch.setattr(process.active, "monitor", monitor)
+        monkeypatch.setattr(process.active, "worker", SimpleNamespace(monitor=monitor))
         watched = {"tilt_sum": 1.0, "tilt_information": 4.0, "watched_ct": 2.0}
         state.counters = [watched.get(name, 0.0) for name in Counters._fields]
         req = begun({})

@@ -345,7 +345,7 @@ class Server(SMCWorker):
         group = SimpleNamespace(world_size=self.tp_size, rank_in_group=0, cpu_group=None)
         parallel = SimpleNamespace(tp_group=group)
         monkeypatch.setattr("sglang_smc.worker.get_parallel", lambda: parallel)
-        monkeypatch.setattr("sglang_smc.process.active.measure", None)
+        monkeypatch.setattr("sglang_smc.process.active.worker", None)
         monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
         padding = partial(graph.RoundInputs.of_padding, device="cpu")  # the device is not there
         monkeypatch.setattr(graph.RoundInputs, "of_padding", lambda *a, device: padding(*a))
