@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import replace
 from sglang.srt.runtime_context import get_parallel, get_server_args
@@ -21,17 +21,30 @@ from sglang_smc.upstream import Arguments
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from torch import Tensor
 
-    from sglang_smc.worker import SMCWorker
 
 logger = logging.getLogger(__name__)
+
+
+class Worker(Protocol):
+    """The worker, as SGLang's functions that are given none need it; see `SMCWorker`."""
+
+    monitor: Monitor
+    reason_of_sizes: str
+
+    def begin_transferred(self, batch: "ScheduleBatch", first: "Tensor") -> Any: ...
+    def order_pages(self, req: "Req", *, keeps: bool) -> None: ...
+    def measure_memory(self, *, num_slots: int, most_running: int) -> Table: ...
+    def draft_layers(self) -> dict[str, Any] | None: ...
 
 
 @dataclass
 class ServerState:
     """State of SMC in a scheduler process, for SGLang's functions that are given no worker."""
 
-    worker: "SMCWorker | None" = None  # None before it is built
+    worker: Worker | None = None  # None before it is built
     policy: Policy | None = None  # adapts N and K; None if they stay
     memory: Table | None = None  # of `log_memory_report`; None before that
     ranks: RankCheck = field(default_factory=RankCheck)

@@ -18,7 +18,7 @@ from sglang_smc.round import costs
 from sglang_smc.round.batch import BatchPart, RoundInputs, Tables, groups_of
 from sglang_smc.round.capture import Captures, Server, graph_sizes
 from sglang_smc.round.handover import Handover
-from sglang_smc.round.parts import assemble, memory_of, operations
+from sglang_smc.round.parts import Table, assemble, memory_of, operations
 from sglang_smc.round.result import Outcome, SMCBatchResult, SMCDraftInput
 from sglang_smc.state.metrics import Monitor
 from sglang_smc.state.request import RequestStates, find_state, state_of
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.server_args import ServerArgs
-
-    from sglang_smc.kv.report import Table
 
 
 class SMCWorker(WeightUpdates):
@@ -173,7 +171,7 @@ class SMCWorker(WeightUpdates):
         if self.config.page_size > 1:
             self._handover.order_pages(req, keeps=keeps)
 
-    def measure_memory(self, *, num_slots: int, most_running: int) -> "Table":
+    def measure_memory(self, *, num_slots: int, most_running: int) -> Table:
         """Return what takes memory, once pools have their sizes; see `memory_of`."""
         return memory_of(
             self.config,

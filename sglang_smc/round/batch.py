@@ -38,7 +38,6 @@ class RoundShape(NamedTuple):
     needs: frozenset[Need] = frozenset()
     # Of these, the first for the groups of no other; none for `plain.play_plainly`.
     deciders: tuple[Decider, ...] = ()
-    num_passes: int = 1  # of the target in a round without deciders
     logprobs: LogprobWidths = NO_LOGPROBS  # of the log-probabilities that requests return
     extras: frozenset[str] = frozenset()  # names of `round.extras` that requests ask for
 
@@ -186,7 +185,6 @@ def shape_of(reqs: list[Req], returns_logprobs: bool = False) -> RoundShape:
         num_steps=max(config.num_steps for config in configs),
         max_tail=max(tails),
         max_arena=max(end - start for start, end in (state.arena for state in states)),
-        num_passes=min(state.num_passes for state in states),
         extras=frozenset().union(*(config.extras for config in configs)),
     )
     logprobs = LogprobWidths.of(reqs, returns_logprobs)

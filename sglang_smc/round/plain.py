@@ -23,6 +23,7 @@ from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.settings import BatchSettings, Need
 from sglang_smc.state.failures import Failure
+from sglang_smc.state.request import state_of
 
 
 def play_plainly(
@@ -44,7 +45,7 @@ def play_plainly(
     pair, ended, position = tables.particles.gather_single(rows)
     now = Sequences(pair, position, ended)
     committed = inputs.committed
-    num_passes = 1 if extras else shape.num_passes
+    num_passes = 1 if extras else min((state_of(req).num_passes for req in reqs), default=1)
     drawn = []
     failures = []
     for _ in range(num_passes):
