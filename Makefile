@@ -73,7 +73,7 @@ power: venv
 speed: venv
 	$(BIN)/python bench/speed $(SPEED_ARGS)
 
-# SUPPORT_ARGS=--publish writes the tables of docs/support.md.
+# SUPPORT_ARGS=--publish writes the tables of docs/families.md.
 support: venv
 	$(BIN)/python bench/support $(SUPPORT_ARGS)
 

@@ -1,4 +1,4 @@
-"""Write what docs/drafts.md and docs/support.md say of published drafts; run it after a change."""
+"""Write what docs/drafts.md and docs/families.md say of published drafts; run it after a change."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,7 +26,7 @@ def drafts_page() -> str:
     return f"{table}\n\nNone that runs:\n\n{others}"
 
 
-def support_page() -> str:
+def families_page() -> str:
     """Return the targets with a draft that runs, and those that are refused, by the reason."""
     reasons = dict.fromkeys(one.refused for one in ROWS if not one.runs)
     served = {one.target for one in ROWS if one.runs}
@@ -54,7 +54,7 @@ def of_format(one: PublishedDraft) -> str:
     return f" ({code(one.format)})" if one.format else ""
 
 
-PAGES = {"drafts.md": drafts_page, "support.md": support_page}
+PAGES = {"drafts.md": drafts_page, "families.md": families_page}
 
 
 def written(name: str) -> str:

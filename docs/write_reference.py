@@ -12,21 +12,21 @@ FOLDER = Path(__file__).parent
 END = "<!-- end -->"
 #: Where pages have more of a flag, and of a key.
 MORE = {
-    "num_steps": "memory.md#which-n-and-k",
-    "num_particles": "memory.md#which-n-and-k",
+    "num_steps": "expect.md#which-n-and-k",
+    "num_particles": "expect.md#which-n-and-k",
     "mode": "algorithm.md#the-modes-as-one-dial",
-    "proposal": "fidelity.md#verified-proposals",
+    "proposal": "whole-texts.md#verified-proposals",
     "power": "powers.md",
     "resampling_method": "powers.md#what-lowers-the-variance",
     "evidence_threshold": "algorithm.md#evidence-and-where-a-block-is-cut",
     "tilt": "fidelity.md#one-dial",
     "draft_temperature": "drafts.md#beside-sglangs-trees",
     "ngram_matches": "drafts.md#n-gram-matches",
-    "draft_class": "drafts.md#a-drafter-of-your-own",
+    "draft_class": "drafter.md",
     "max_lag": "algorithm.md#the-lag",
     "kernels": "operations.md#the-check-of-kernels",
-    "draft_layers": "performance.md#a-drafts-layers",
-    "adaptive": "performance.md#under-load",
+    "draft_layers": "drafts.md#a-drafts-layers",
+    "adaptive": "expect.md#under-load",
     "potential": "potentials.md#on-a-server",
     "presets": "#presets",
 }
@@ -95,7 +95,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "reference.md": {"<!-- flags -->": flags, "<!-- keys -->": keys},
-    "memory.md": {"<!-- sizes -->": sizes},
+    "expect.md": {"<!-- sizes -->": sizes},
 }
 
 

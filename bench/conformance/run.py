@@ -298,6 +298,20 @@ def table_of(
     return markdown_table(["", *columns], lines)
 
 
+def differing(table: str) -> str:
+    """Return the rows of a table in which servers differ, with one column for all modes of SMC."""
+    head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
+    ours = [place for place, name in enumerate(head) if name.startswith("SMC ")]
+    others = [place for place in range(len(head)) if place not in ours]
+    lines = []
+    for row in rows:
+        modes = list(dict.fromkeys(row[place] for place in ours))
+        cells = [*(row[place] for place in others), ", ".join(modes)]
+        if len(set(cells[1:])) > 1:
+            lines.append(cells)
+    return markdown_table([*(head[place] for place in others), "SMC, all modes"], lines)
+
+
 def reasons_of(columns: Mapping[str, Mapping[str, FeatureVerdict]]) -> str:
     """Return an item for each verdict other than *ok*, with what was seen."""
     return "\n".join(
@@ -357,7 +371,7 @@ def _write(this: ConformanceStudy, columns: Mapping[str, Mapping[str, FeatureVer
     study.copy([*this.folder.glob("*.jsonl"), this.folder / "conformance.md"], folder)
     origin = provenance({"checks": len(this.checks)})
     (folder / "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
-    study.write_between(PAGE, MARKS, table)
+    study.write_between(PAGE, MARKS, differing(table))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpu.engines import LARGE, MORE, SPEED, SPEED_8B, SPEED_70B, TINY, on_a_cpu
-from gpu.expected import for_one, is_complete, table
+from gpu.expected import for_one, is_complete, page, table
 from gpu.smoke import DEFAULT
 from results import markdown_table
 from speed.grid import Preset
@@ -16,7 +16,7 @@ from speed.report import Results, make_rows, markdown, short
 from speed.runner import RESULTS, read_results
 from study import PUBLISHED, REPOSITORY, BenchError, write_between
 
-PAGE = REPOSITORY / "docs" / "performance.md"
+PAGE = REPOSITORY / "docs" / "expect.md"
 MARKS = ("<!-- expected -->", "<!-- end -->")
 GIB = 1 << 30
 LARGEST = 25  # kernels of a table
@@ -64,6 +64,7 @@ def write_report(raw: Path, folder: Path, *, on_gpu: bool = True) -> str:
         # A machine with part of the results leaves the page as it is.
         if raw == PUBLISHED / "gpu" / "raw" and "H200" in name and is_complete(small):
             write_between(PAGE, MARKS, table(small))
+            (PUBLISHED / "gpu" / "expected.md").write_text(page(small))
             sections.append(for_one(small))
     text = "\n\n".join(section for section in sections if section) + "\n"
     folder.mkdir(parents=True, exist_ok=True)

@@ -425,7 +425,7 @@ def markdown(rows: Sequence[LoadRow], note: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-PAGE = REPOSITORY / "docs" / "performance.md"
+PAGE = REPOSITORY / "docs" / "expect.md"
 MARKS = ("<!-- load -->", "<!-- end of load -->")
 #: Of the table on that page.
 SHOWN = (1, 2, 8, 32, 64)
@@ -455,7 +455,7 @@ def note(origin: Mapping[str, Any]) -> str:
         "often that it yields the tokens a pass that were measured of it at T = 0.7, of the "
         "shipped head in [trees](../trees/trees.md), of the draft model in "
         "[real](../real/real.md). Without prefills, tokens a second of the head are thus those of "
-        "the table in docs/performance.md. "
+        "the table in docs/expect.md. "
         "The policy is the package's. Where requests come by themselves, all servers that keep up "
         f"have one speed, and only times are told. `bench/load`, {origin['date'][:10]}, commit "
         f"{origin['git_sha']}."
@@ -470,7 +470,7 @@ def run(options: argparse.Namespace) -> None:
     if options.publish and not set(SHOWN) <= set(options.users):
         raise BenchError(
             f"--users {' '.join(map(str, options.users))} lacks some of those that "
-            f"docs/performance.md shows, {SHOWN}: publish all, or leave out --publish."
+            f"docs/expect.md shows, {SHOWN}: publish all, or leave out --publish."
         )
     rows = [row for texts in TEXTS for row in rows_of(texts, options.users)]
     study.prepare_folder(options.output_dir)

@@ -2,7 +2,7 @@
 
     python bench/support                   the families that have no result yet
     python bench/support --only 'Gemma 2'  these again
-    python bench/support --publish         write the results and the tables of docs/support.md
+    python bench/support --publish         write the results and the table of docs/families.md
     python bench/support --features        features of SGLang with SMC and with its own EAGLE-3
 
 An engine that dies takes its process with it, so each runs in one of its own.
@@ -187,7 +187,7 @@ def _transformers(family: ModelFamily, path: str) -> list[list[int]]:
 # --- All families
 
 RESULTS = PUBLISHED / "support" / "support.json"
-PAGE = REPOSITORY / "docs" / "support.md"
+PAGE = REPOSITORY / "docs" / "families.md"
 MARKS = "<!-- made by bench/support -->", "<!-- end -->"
 LONGEST = 64  # characters of a note on the page
 WORDS = {"run": "yes", "refused": "refused", "not here": "not here", "failed": "**fails**"}

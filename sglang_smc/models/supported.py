@@ -41,7 +41,7 @@ _ALLOWED = (
 
 _FAMILIES = (
     "Llama, Qwen2 and Qwen3, Mistral, Gemma 2 and 3, Phi-3 and Phi-4, Granite, OLMo 2 and Command "
-    "R are among those that run (docs/support.md has all)"
+    "R are among those that run (docs/families.md has all)"
 )
 
 # Formats of weights, --load-format, whose names and shapes are read before they are loaded.

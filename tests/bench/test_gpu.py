@@ -53,7 +53,7 @@ from speed.runner import (
     read_results,
 )
 from speed_stand_ins import ORIGIN, FakeEngine
-from study import PAIR, REPOSITORY, BenchError
+from study import PAIR, PUBLISHED, REPOSITORY, BenchError
 
 from sglang_smc.options.policy import Budget, Curve, RoundCosts
 from sglang_smc_tools.demo.serving import Launch
@@ -578,7 +578,8 @@ def test_the_page_has_what_the_command_expects_of_an_h200() -> None:
     lacking = System(EXACT_HEAD, 8, 8)
     parts = {part: one for part, one in results.items() if not part.startswith(lacking.slug)}
     assert not expected.is_complete(parts), "a page of it would have gaps"
-    assert expected.table(results) in (REPOSITORY / "docs" / "performance.md").read_text()
+    assert expected.table(results) in (REPOSITORY / "docs" / "expect.md").read_text()
+    assert expected.page(results) == (PUBLISHED / "gpu" / "expected.md").read_text()
     shape = expected.ours(EXACT_HEAD, 4, 17)
     ms, is_measured = expected.milliseconds(results, shape, 1)
     # As much above its bound as N = K = 8, of as many rows.

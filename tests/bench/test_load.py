@@ -130,7 +130,7 @@ def test_settings_yield_the_tokens_that_were_measured_on_the_same_texts(texts: s
 
 @pytest.mark.parametrize("users", [1, 8, 32])
 def test_speeds_are_those_of_the_table_for_an_h200(users: int, measured: Measured) -> None:
-    """Red where this page ranks settings otherwise than docs/performance.md."""
+    """Red where this page ranks settings otherwise than docs/expect.md."""
     tokens = {name: of["0.7"] for name, of in expected.tokens_by_name().items()}
     times = expected.published()
     ours = "`exact`, EAGLE-3 head, N = {}, K = {}"
@@ -151,7 +151,7 @@ def test_speeds_are_those_of_the_table_for_an_h200(users: int, measured: Measure
 def test_the_page_has_the_published_simulation() -> None:
     """Red where one of both is made anew alone."""
     rows = REPORT.read(PUBLISHED / "load")
-    assert summary(rows) in (REPOSITORY / "docs" / "performance.md").read_text()
+    assert summary(rows) in (REPOSITORY / "docs" / "expect.md").read_text()
 
 
 def test_a_report_calls_every_number_simulated(

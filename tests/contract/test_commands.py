@@ -206,7 +206,7 @@ def test_a_benchmark_measures_its_least(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["demo", "test"])
 def test_a_command_of_the_readme_does_all_set_up(target: str) -> None:
-    quickstart = (ROOT / "README.md").read_text().partition("\n## Quickstart\n")[2]
+    quickstart = (ROOT / "README.md").read_text().partition("\n## Start\n")[2]
     assert re.search(rf"^make {target}\b", quickstart.partition("\n## ")[0], re.M)
     run = [" ".join(words) for words in made_by([target])]
     assert any(line.endswith("-m venv /none/venv") for line in run)

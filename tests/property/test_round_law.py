@@ -213,7 +213,7 @@ def test_requests_without_drafts_follow_p_beside_any_others(others: tuple[Any, .
 # particles draw their first tokens apart: one for all would follow the power of its own law,
 # whatever N is, since no weight tells it from another.
 
-PAGE = Path(__file__).parents[2] / "docs" / "powers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "whole-texts.md"
 
 
 @pytest.mark.parametrize(

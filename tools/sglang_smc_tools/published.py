@@ -1,4 +1,4 @@
-"""List published drafts of the models most served: for `doctor`, docs/drafts.md, docs/support.md.
+"""List published drafts of the models most served: for `doctor`, docs/drafts.md, docs/families.md.
 
 No hub is reached here, so none was opened: names and formats are those of publishers' cards, and
 configurations those that the named public source quotes, or trains by.
