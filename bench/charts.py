@@ -57,7 +57,7 @@ def scatter(
             y = [point.y for point in here]
             colour, marker = styles[name]
             ends = [[v.mean - v.low for v in y], [v.high - v.mean for v in y]]
-            style = {"color": colour, "fmt": marker, "mec": "white", "label": name}
+            style = {"color": colour, "fmt": marker, "mec": "white", "label": name, "clip_on": False}
             axes.errorbar([point.x for point in here], [v.mean for v in y], ends, **style)
             for place, point in enumerate(here):
                 # Names are on the left, at several heights; numbers are on the right.
@@ -66,11 +66,14 @@ def scatter(
                 style = {"color": colour, "textcoords": "offset points", "fontsize": 7}
                 style["ha"] = "right" if is_name else "left"
                 axes.annotate(point.label, (point.x, point.y.mean), offset, **style)
-        axes.set_yticks([tick for tick in axes.get_yticks() if tick >= 0])  # lanes are below
         axes.set_xscale("log" if logarithmic else "linear")
         axes.set_title(title, fontsize=10)
         axes.set_xlabel(names[0])
         axes.margins(x=0.18, y=0.1)
+        if not logarithmic:
+            axes.set_xlim(left=0)
+        if all(point.y.low >= 0 for point in points):
+            axes.set_ylim(bottom=0)  # nothing is below
         axes.grid(alpha=0.25, lw=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[0, 0].set_ylabel(names[1])

@@ -300,7 +300,9 @@ def table_of(
 
 def differing(table: str) -> str:
     """Return the rows of a table in which servers differ, with one column for all modes of SMC."""
-    head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
+    head, _, *rows = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()
+    )
     ours = [place for place, name in enumerate(head) if name.startswith("SMC ")]
     others = [place for place in range(len(head)) if place not in ours]
     lines = []

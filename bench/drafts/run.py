@@ -279,10 +279,6 @@ STYLES = {
 }
 
 
-#: Nats between the lanes of proposals below 0.
-LANE = 0.06
-
-
 def plot_rows(rows: Sequence[DraftRow], path: Path) -> None:
     """Write KL against expected speed as a PNG to ``path``, with the N of each point."""
     panels = {
@@ -295,10 +291,7 @@ def plot_rows(rows: Sequence[DraftRow], path: Path) -> None:
 
 
 def _point(row: DraftRow) -> Point:
-    place = [proposal.name for proposal in PROPOSALS].index(row.proposal) if row.proposal else 0
-    height = row.kl_at_least
-    if height is None or not height.mean:  # rows at 0 do not cover each other
-        height = Interval(*[-LANE * place] * 3, 0)
+    height = row.kl_at_least or Interval(0, 0, 0, 0)
     series = f"{row.proposal} {row.rule}"
     return Point(row.tokens_per_second, height, series, f"{row.num_particles}")
 

@@ -10,14 +10,18 @@ from pathlib import Path
 from statistics import fmean, variance
 from typing import NamedTuple
 
+import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
-from charts import COLOURS, Point, scatter
 from gpu import expected
 from gsm8k.run import Graded
 from intervals import Interval, paired_difference, paired_ratio_of_ratios, ratio, wilson
+from matplotlib.axes import Axes
 from power.cells import CODER, GREEDY, MCMC, VERIFIED, WEIGHED, PowerCell
 from results import interval_cell, number_cell, table
 from speed import grid
+
+matplotlib.use("Agg")
 
 # --- Answers, and choices among them
 
@@ -66,7 +70,7 @@ VOTE = "vote over particles"
 OF_SAMPLES = "of 8 plain samples"
 RIVAL = f"power, {MCMC}"
 #: Of series, in the order of rows.
-MARKERS = {PLAIN: "o", POWER: "s", DRAFTED: "D", VOTE: "^", OF_SAMPLES: "v", RIVAL: "P"}
+SERIES = (PLAIN, POWER, DRAFTED, VOTE, OF_SAMPLES, RIVAL)
 SERIES = {VERIFIED: POWER, WEIGHED: DRAFTED, MCMC: RIVAL, "": PLAIN}
 
 
@@ -155,13 +159,13 @@ def rows_of(
 ) -> list[PowerRow]:
     """Return a row for each way of each cell that has two answers, but for those alone.
 
-    Rows of a pair are in the order of `MARKERS`.
+    Rows of a pair are in the order of `SERIES`.
     """
     own = {cell: some for cell, some in found.items() if not cell.is_again}
     every = [way for cell, some in own.items() for way in ways(cell, some, truth)]
     alone = [way for way in every if way.cell.at_once == 1]
     again = {(cell.pair, cell.label): some for cell, some in found.items() if cell.is_again}
-    ordered = sorted(every, key=lambda way: (way.cell.pair, list(MARKERS).index(way.series)))
+    ordered = sorted(every, key=lambda way: (way.cell.pair, SERIES.index(way.series)))
     return [
         _row(way, (every, alone), found[way.cell], again, plugin(way.cell))
         for way in ordered
@@ -309,11 +313,9 @@ COLUMNS: dict[str, Callable[[PowerRow], str]] = {
 #: Of the page, without intervals.
 SHORT: dict[str, Callable[[PowerRow], str]] = {
     "": COLUMNS[""],
-    "problems": COLUMNS["problems"],
     "right, %": lambda row: f"{100 * row.accuracy.mean:.0f}",
     "points from T = 0": COLUMNS["points from T = 0"],
     "log p from T = 0, nats": COLUMNS["from T = 0"],
-    "tokens / target pass": lambda row: f"{row.tokens_per_pass.mean:.1f}",
     "passes": COLUMNS["passes"],
     "CPU s, times T = 0": COLUMNS["times T = 0"],
     "s on an H200": COLUMNS["s on an H200, to expect"],
@@ -330,30 +332,52 @@ def markdown(rows: Sequence[PowerRow], note: str) -> str:
 
 
 ABOUT = """\
-Qwen2.5-Coder 1.5B, drafted for by 0.5B, on GSM8K's first problems, K = 8 (`make power`; [all rows,
-and what they are](../bench/results/power/power.md)). In brackets 95 % intervals, on the same
+Qwen2.5-Coder 1.5B, drafted for by 0.5B, on the first 100 problems of GSM8K, K = 8 (`make power`; [all
+rows, and what they are](../bench/results/power/power.md)). In brackets 95 % intervals, on the same
 problems. CPU seconds are of ten problems at once; seconds on an H200 are expected, for one."""
 
 
 def summary(rows: Sequence[PowerRow]) -> str:
     """Return what the page says of the larger pair."""
-    return f"{ABOUT}\n\n{table(SHORT, [row for row in rows if row.pair == CODER])}"
+    return f"{ABOUT}\n\n{table(SHORT, [row for row in most_problems(rows) if row.pair == CODER])}"
 
 
-STYLES = dict(zip(MARKERS, zip(COLOURS, MARKERS.values(), strict=False), strict=True))
+def most_problems(rows: Sequence[PowerRow]) -> list[PowerRow]:
+    """Return the rows of as many problems as any row of their pair has."""
+    most = {row.pair: 0 for row in rows}
+    for row in rows:
+        most[row.pair] = max(most[row.pair], row.accuracy.n)
+    return [row for row in rows if row.accuracy.n == most[row.pair]]
 
 
 def chart(rows: Sequence[PowerRow], path: Path) -> None:
-    """Write accuracy against target passes as a PNG to ``path``, a panel for each pair."""
-    names = "target passes an answer", "right, %"
-    pairs = dict.fromkeys(row.pair for row in rows)
-    panels = {pair: [_point(row) for row in rows if row.pair == pair] for pair in pairs}
-    scatter(path, panels, STYLES, names, plain=None, logarithmic=True)
+    """Write points of accuracy from greedy decoding as a PNG to ``path``, a panel for each pair."""
+    shown = [row for row in most_problems(rows) if row.to_greedy is not None]
+    pairs = list(dict.fromkeys(row.pair for row in shown))
+    size = (7.0, 0.9 + 0.3 * len(shown))
+    figure, all_axes = plt.subplots(
+        len(pairs), 1, layout="constrained", squeeze=False, dpi=110, sharex=True, figsize=size
+    )
+    for axes, pair in zip(all_axes.flat, pairs, strict=True):
+        here = [row for row in shown if row.pair == pair][::-1]
+        for place, row in enumerate(here):
+            _draw(axes, place, row)
+        labels = [f"{row.label} ({row.passes:.0f} passes)" for row in here]
+        axes.set_yticks(range(len(here)), labels)
+        axes.axvline(0, color="black", lw=1)
+        axes.set_title(pair, fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[-1, 0].set_xlabel("points more right than greedy decoding, with 95 % intervals")
+    figure.savefig(path)
+    plt.close(figure)
 
 
-def _point(row: PowerRow) -> Point:
-    label = "" if row.series == VOTE else row.label  # beside the setting's own
-    return Point(row.passes, _percent(row.accuracy), row.series, label)
+def _draw(axes: Axes, place: int, row: PowerRow) -> None:
+    assert row.to_greedy is not None
+    found = _percent(row.to_greedy)
+    color = "tab:green" if row.label.startswith("p^") else "0.45"
+    axes.plot([found.low, found.high], [place, place], color=color)
+    axes.plot(found.mean, place, "o", color=color)
 
 
 def _percent(of: Interval) -> Interval:

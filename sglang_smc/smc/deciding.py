@@ -147,7 +147,7 @@ class VerifyEach(Decider):
     So the accepted tokens are a sample of p^alpha under masks, renormalised at each token, whatever
     q is. The log-weight gains the log normaliser at each of them and at the bonus token, which
     `steps.add_bonus` draws. Particles advance by different lengths, which depend on chance and on
-    no weight, so that E[Z-hat f] stays (docs/fidelity.md).
+    no weight, so that E[Z-hat f] stays (docs/whole-texts.md).
     """
 
     extends = True

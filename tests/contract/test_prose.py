@@ -46,9 +46,7 @@ def words() -> list[str]:
 def prose_of(text: str) -> str:
     """The text without code blocks, tables, comments, headings and pictures."""
     text = re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.S)
-    kept = [
-        line for line in text.splitlines() if not re.match(r"\s*\||#|!\[|    \S", line)
-    ]
+    kept = [line for line in text.splitlines() if not re.match(r"\s*\||#|!\[|    \S", line)]
     return "\n".join(kept)
 
 
