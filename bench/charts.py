@@ -57,7 +57,13 @@ def scatter(
             y = [point.y for point in here]
             colour, marker = styles[name]
             ends = [[v.mean - v.low for v in y], [v.high - v.mean for v in y]]
-            style = {"color": colour, "fmt": marker, "mec": "white", "label": name, "clip_on": False}
+            style = {
+                "color": colour,
+                "fmt": marker,
+                "mec": "white",
+                "label": name,
+                "clip_on": False,
+            }
             axes.errorbar([point.x for point in here], [v.mean for v in y], ends, **style)
             for place, point in enumerate(here):
                 # Names are on the left, at several heights; numbers are on the right.

@@ -70,7 +70,7 @@ VOTE = "vote over particles"
 OF_SAMPLES = "of 8 plain samples"
 RIVAL = f"power, {MCMC}"
 #: Of series, in the order of rows.
-SERIES = (PLAIN, POWER, DRAFTED, VOTE, OF_SAMPLES, RIVAL)
+ORDER = (PLAIN, POWER, DRAFTED, VOTE, OF_SAMPLES, RIVAL)
 SERIES = {VERIFIED: POWER, WEIGHED: DRAFTED, MCMC: RIVAL, "": PLAIN}
 
 
@@ -159,13 +159,13 @@ def rows_of(
 ) -> list[PowerRow]:
     """Return a row for each way of each cell that has two answers, but for those alone.
 
-    Rows of a pair are in the order of `SERIES`.
+    Rows of a pair are in the order of `ORDER`.
     """
     own = {cell: some for cell, some in found.items() if not cell.is_again}
     every = [way for cell, some in own.items() for way in ways(cell, some, truth)]
     alone = [way for way in every if way.cell.at_once == 1]
     again = {(cell.pair, cell.label): some for cell, some in found.items() if cell.is_again}
-    ordered = sorted(every, key=lambda way: (way.cell.pair, SERIES.index(way.series)))
+    ordered = sorted(every, key=lambda way: (way.cell.pair, ORDER.index(way.series)))
     return [
         _row(way, (every, alone), found[way.cell], again, plugin(way.cell))
         for way in ordered

@@ -170,6 +170,7 @@ def with_models_here(words: list[str], folder: Path) -> list[str]:
 
 
 #: But for SGLang's own speculation, which needs a GPU.
+POTENTIALS = ROOT / "docs" / "potentials.md"
 LAUNCHES = [
     words[2:]
     for words in all_commands()
@@ -178,8 +179,14 @@ LAUNCHES = [
 
 
 @pytest.mark.parametrize("words", LAUNCHES, ids=" ".join)
-def test_every_launch_is_one_that_the_server_takes(words: list[str], tmp_path: Path) -> None:
+def test_every_launch_is_one_that_the_server_takes(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As far as no model is loaded: parsed, resolved and checked."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (rewards,) = (c for c in blocks_of(POTENTIALS, "python") if c.startswith("# my_rewards.py"))
+    (tmp_path / "my_rewards.py").write_text(rewards)
     (tmp_path / "config.json").write_text(json.dumps(MIMO))
     resolved_of(with_models_here(words, tmp_path))
 

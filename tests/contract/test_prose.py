@@ -1,10 +1,10 @@
 """What a reader needs of the pages' prose, as far as a program can tell."""
 
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
+import tomllib
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -12,17 +12,18 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 READ = [path for path in PAGES if path.name not in ("words.md", "reference.md", "upstream.md")]
 QUESTIONS = tomllib.loads((DOCS / "questions.toml").read_text())["question"]
-NUMBER = re.compile(r"(?<![\w.])[-+−]?\d[\d,]*(?:\.\d+)?")
+MINUS = "\N{MINUS SIGN}"
+NUMBER = re.compile(rf"(?<![\w.])[-+{MINUS}]?\d[\d,]*(?:\.\d+)?")
 #: Numbers in these are names: releases, models, settings, formulas.
 NAMES = re.compile(
-    r"`[^`]*`|\d+\.\d+\.\d+|\b[A-Z]\w*-\d\w*|\b[NKTαc] ?(?:=|≤|<|>) ?[\d.]+"
+    r"`[^`]*`|\d+\.\d+\.\d+|\b[A-Z]\w*-\d\w*|\b[NKT\N{GREEK SMALL LETTER ALPHA}c] ?(?:=|≤|<|>) ?[\d.]+"
     r"|\b(?:Llama|Qwen|Gemma|GLM|SmolLM2|DeepSeek|Kimi|MiniMax|Mistral|Phi|Granite|OLMo)[\w.-]*"
     r"(?:(?:,? | to | and )[\d.]+\b)*|arXiv [\d.]+|HTTP \d+|\b[\d.]+B\b|FP8|int8|95 %"
 )
 #: Where a term is a word of plain English, too: what it looks like as a term.
 AS_TERM = {
     "pass": r"\b(?:a|per|one|each|target|target's) pass\b",
-    "weight": r"\bby weight\b|\bparticle's weight\b|\blog-weights?\b|\bweights of (?:the )?particles\b",
+    "weight": r"\bby weight\b|\bparticle's weight\b|\blog-weights?\b",
     "power": r"\b[Aa] power\b|\b[Pp]owers\b",
     "pair": r"\b(?:shipped|coder) pair\b",
     "head": r"\b(?:a|an EAGLE|EAGLE-3|EAGLE|published) heads?\b",
@@ -45,12 +46,14 @@ def words() -> list[str]:
 
 def prose_of(text: str) -> str:
     """The text without code blocks, tables, comments, headings and pictures."""
-    text = re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.S)
+    text = re.sub(r"```.*?```|<!-- made.*?<!-- end|<!--.*?-->", "", text, flags=re.S)
     kept = [line for line in text.splitlines() if not re.match(r"\s*\||#|!\[|    \S", line)]
     return "\n".join(kept)
 
 
 def sentences_of(text: str) -> list[str]:
+    """The sentences of a page, without its worked example, which is arithmetic."""
+    text = re.sub(r"^## One round in numbers$.*?(?=^## )", "", text, flags=re.S | re.M)
     plain = re.sub(r"\]\([^)]*\)", "]", prose_of(text))
     parts = re.split(r"\n\s*\n|\n\s*(?:- |\d+\. )", plain)
     return [one for part in parts for one in re.split(r"(?<=[.!?:])[*)]*\s+", part) if one.strip()]
@@ -79,10 +82,14 @@ def test_there_are_fifteen_questions_of_three_readers() -> None:
 
 
 def is_introduced(text: str, term: str) -> bool:
-    """Whether the first use of a term is in a link, or in the italics or bold of an explanation."""
+    """Whether the first use of a term is in a link, or in the italics or bold of an explanation.
+
+    Or behind a link to its entry.
+    """
     plain = rf"(?<![\w`/.#-]){re.escape(term)}s?(?![\w`/-])"
     first = re.search(AS_TERM.get(term, f"(?i:{plain})"), text)
-    if first is None:
+    entry = text.find(f"words.md#{term.lower().replace(' ', '-')})")
+    if first is None or 0 <= entry < first.start():
         return True
     link = re.compile(r"\[[^\]]*\]\([^)]*\)|(?<!\w)\*{1,2}[^*]+\*{1,2}", re.S)
     return any(one.start() <= first.start() < one.end() for one in link.finditer(text))
@@ -95,7 +102,7 @@ def test_a_term_is_explained_or_linked_at_its_first_use(path: Path) -> None:
 
 
 def numbers_in(text: str) -> set[str]:
-    return set(NUMBER.findall(text.replace("−", "-")))
+    return set(NUMBER.findall(text.replace(MINUS, "-")))
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
