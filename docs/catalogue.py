@@ -7,7 +7,7 @@ _HEAD = """\
 
 No SGLang file is changed: SGLang's plugin registry applies these hooks at run time, and each stands
 here because no stock seam does the same. A server does not start if one of its hooks is not in
-force. Which seams would let them go: docs/upstream.md.
+force. Which seams would let them go: patches/README.md.
 """
 
 

@@ -114,7 +114,7 @@ def variance(axes: Axes) -> None:
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("particles, N")
-    axes.set_ylabel("variance of log Z-hat, α = 2")
+    axes.set_ylabel("variance of log Z-hat, power 2")
     axes.legend()
 
 

@@ -51,10 +51,10 @@ italics; tokens a round of the shipped pair, and of the coder pair (default: tim
 
 PAGE = """# What to expect of an H200
 
-Tokens a second of all users together, and in parentheses the milliseconds of a round: Llama 3.1 8B
-in bf16 with random weights and 256 tokens of context, SGLang 0.5.17. Tokens a round are those of the
-shipped pair of tiny models at temperature 0.7 ([trees](../trees/trees.md)), so the speeds of another
-pair differ as its tokens do. A tree of SGLang's is top-k / depth / nodes.
+Tokens a second of all users together, and in parentheses the milliseconds of a round: Llama 3.1
+8B in bf16 with random weights and 256 tokens of context, SGLang 0.5.17. Tokens a round are those of
+the shipped pair of tiny models at temperature 0.7 ([trees](../trees/trees.md)), so the speeds of
+another pair differ as its tokens do. A tree of SGLang's is top-k / depth / nodes.
 
 ## Measured milliseconds
 
@@ -62,9 +62,9 @@ pair differ as its tokens do. A tree of SGLang's is top-k / depth / nodes.
 
 ## Modelled milliseconds
 
-Each is the planner's bound, times what the measured rounds took of theirs. *As it is now* adds [what
-was built since](changes.csv). *In FP8* a target saves 1.3 times what its bound does, beside a draft
-in bf16. 70B takes as many times its bound as 8B. These are good to a quarter.
+Each is the planner's bound, times what the measured rounds took of theirs. *As it is now* adds
+[what was built since](changes.csv). *In FP8* a target saves 1.3 times what its bound does, beside a
+draft in bf16. 70B takes as many times its bound as 8B. These are good to a quarter.
 
 {modelled}
 """

@@ -332,9 +332,9 @@ def markdown(rows: Sequence[PowerRow], note: str) -> str:
 
 
 ABOUT = """\
-Qwen2.5-Coder 1.5B, drafted for by 0.5B, on the first 100 problems of GSM8K, K = 8 (`make power`; [all
-rows, and what they are](../bench/results/power/power.md)). In brackets 95 % intervals, on the same
-problems. CPU seconds are of ten problems at once; seconds on an H200 are expected, for one."""
+Qwen2.5-Coder 1.5B, drafted for by 0.5B, on the first 100 problems of GSM8K, K = 8 (`make power`;
+[all rows, and what they are](../bench/results/power/power.md)). In brackets 95 % intervals, on the
+same problems. CPU seconds are of ten problems at once; seconds on an H200 are expected, for one."""
 
 
 def summary(rows: Sequence[PowerRow]) -> str:

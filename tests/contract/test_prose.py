@@ -10,13 +10,14 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 #: The catalogues of settings and of issues are looked up, and not read.
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-READ = [path for path in PAGES if path.name not in ("words.md", "reference.md", "upstream.md")]
+READ = [path for path in PAGES if path.name not in ("words.md", "reference.md")]
 QUESTIONS = tomllib.loads((DOCS / "questions.toml").read_text())["question"]
 MINUS = "\N{MINUS SIGN}"
 NUMBER = re.compile(rf"(?<![\w.])[-+{MINUS}]?\d[\d,]*(?:\.\d+)?")
 #: Numbers in these are names: releases, models, settings, formulas.
 NAMES = re.compile(
-    r"`[^`]*`|\d+\.\d+\.\d+|\b[A-Z]\w*-\d\w*|\b[NKT\N{GREEK SMALL LETTER ALPHA}c] ?(?:=|≤|<|>) ?[\d.]+"
+    r"`[^`]*`|\d+\.\d+\.\d+|\b[A-Z]\w*-\d\w*"
+    r"|\b[NKT\N{GREEK SMALL LETTER ALPHA}c] ?(?:=|≤|<|>) ?[\d.]+"
     r"|\b(?:Llama|Qwen|Gemma|GLM|SmolLM2|DeepSeek|Kimi|MiniMax|Mistral|Phi|Granite|OLMo)[\w.-]*"
     r"(?:(?:,? | to | and )[\d.]+\b)*|arXiv [\d.]+|HTTP \d+|\b[\d.]+B\b|FP8|int8|95 %"
 )

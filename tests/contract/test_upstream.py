@@ -24,7 +24,7 @@ from sglang_smc.patches.server_args import FLAG_FIELDS
 from sglang_smc.server import hooks
 
 PAGE = re.sub(
-    r"```.*?```", "", (release.ROOT / "docs" / "upstream.md").read_text(), flags=re.DOTALL
+    r"```.*?```", "", (release.ROOT / "patches" / "README.md").read_text(), flags=re.DOTALL
 )
 
 
