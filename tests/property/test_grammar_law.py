@@ -24,7 +24,7 @@ UNEVEN = "abb|b(a|b)*"
 BLIND = "a(a|b)c|b(a|b)*"
 WEIGHED = {"proposal": "draft"}
 BUDGETS = {"budgets": (Budget(4, 2), Budget(4, 0), Budget(1, 1))}
-PAGE = Path(__file__).parents[2] / "docs" / "fidelity.md"
+PAGE = Path(__file__).parents[2] / "docs" / "whole-texts.md"
 
 
 def run(regex: str, *, size: int = 1000, **settings: Any) -> Outcome:
