@@ -12,6 +12,7 @@ Selecting SMC installs all other hooks in the process that launches the server. 
 imported wherever the plugin is loaded, so it imports nothing heavy.
 """
 
+import logging
 import sys
 from typing import Annotated, Any
 
@@ -20,7 +21,14 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import ServerArgs
 
 from sglang_smc import upstream
-from sglang_smc.options.server import ALGORITHM, FIELDS, SETTINGS, is_smc, values_of
+from sglang_smc.options.server import (
+    ALGORITHM,
+    FIELDS,
+    SETTINGS,
+    WHOLE_TEXT,
+    is_smc,
+    values_of,
+)
 from sglang_smc.server import hooks
 from sglang_smc.server.hooks import Hooks
 from sglang_smc.upstream import Arguments
@@ -42,6 +50,7 @@ def _declared(name: str) -> Any:
 OURS = [name for name, setting in SETTINGS.items() if not setting.sglang_field]
 FLAGS = {FIELDS[name]: _declared(name) for name in OURS}
 FLAG_FIELDS = tuple(FLAGS)
+_DRAFT_WINDOW = "speculative_draft_window_size"
 
 
 def add_fields() -> None:
@@ -71,6 +80,8 @@ def init_with_flags(original: Any, self: ServerArgs, *args: Any, **kwargs: Any) 
     """
     for name in FLAG_FIELDS:
         setattr(self, name, kwargs.pop(name, None))
+    if kwargs.get("speculative_algorithm") == ALGORITHM and kwargs.get(_DRAFT_WINDOW) == 0:
+        kwargs[_DRAFT_WINDOW] = WHOLE_TEXT
     original(self, *args, **kwargs)
     _refuse_flags_without_smc(self)
 
@@ -129,6 +140,27 @@ def resolve_alias(original: Any, algorithm: str | None, *args: Any, **kwargs: An
     return algorithm if algorithm == ALGORITHM else original(algorithm, *args, **kwargs)
 
 
+@PATCHES.on(
+    "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding",
+    "srt/arg_groups/speculative_hook.py:213 (a list of names)",
+    why="SGLang lists the algorithms that have a window of the draft by name, and warns of others "
+    "that it has no effect.",
+    retire_when="SGLang asks the algorithm.",
+)
+def resolve_without_a_false_warning(original: Any, server_args: Arguments) -> None:
+    """Leave out a warning of SGLang's, with SMC, that a window of the draft has no effect."""
+    logger = logging.getLogger("sglang.srt.arg_groups.speculative_hook")
+    logger.addFilter(_is_no_false_warning)
+    try:
+        original(server_args)
+    finally:
+        logger.removeFilter(_is_no_false_warning)
+
+
+def _is_no_false_warning(record: logging.LogRecord) -> bool:
+    return "has no effect with" not in record.msg or record.args != (ALGORITHM,)
+
+
 def _refuse_flags_without_smc(server_args: Arguments) -> None:
     if is_smc(server_args):
         return
@@ -145,6 +177,8 @@ def _refuse_flags_without_smc(server_args: Arguments) -> None:
 def _post_init(self: Any) -> None:
     super(SMCServerArgs, self).__post_init__()  # pyright: ignore[reportAttributeAccessIssue] -- a struct has one
     _refuse_flags_without_smc(self)
+    if is_smc(self) and self.speculative_draft_window_size == 0:
+        self.speculative_draft_window_size = WHOLE_TEXT
     if upstream.IS_NEWEST and is_smc(self) and self.speculative_eagle_topk is None:
         # Particles are chains. On sm_100 SGLang takes the attention of plain decoding where it
         # knows so before an algorithm resolves anything; that has pages, as none before 0.5.23.
@@ -164,8 +198,8 @@ PATCHES.on(
     "srt/entrypoints/engine.py:264 (Engine keeps it: upstream.let_engines_build)",
     hook_type=HookType.REPLACE,
     what="A subclass with the fields speculative_smc_*, which refuses them unless "
-    "speculative_algorithm is SMC, and then has speculative_eagle_topk 1. Without them nothing "
-    "changes.",
+    "speculative_algorithm is SMC, and then has speculative_eagle_topk 1, and takes 0 as "
+    "speculative_draft_window_size. Without them nothing changes.",
     why="A plugin can register an algorithm, but not flags for it.",
     retire_when="SpeculativeAlgorithm.register takes flag declarations.",
     family=upstream.NEWER,

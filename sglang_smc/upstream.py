@@ -75,6 +75,11 @@ def resolved(server_args: "ServerArgs") -> Any:
     return resolved_view(server_args)
 
 
+def draft_sink(view: Arguments) -> int:
+    """Return --speculative-draft-sink-size, 0 where it is not given, or not there: in 0.5.17."""
+    return (view.speculative_draft_sink_size or 0) if IS_NEWER else 0
+
+
 def resolve_now(server_args: "ServerArgs") -> None:
     """Resolve and validate the arguments, which 0.5.17 does when they are built."""
     if IS_NEWER:

@@ -133,7 +133,7 @@ def _attend_latents(
         tail_spans=tail_spans,
         tail_span=tail_span,
     )
-    span = own_span(slots, layer, 0, first_key, grid)
+    span = own_span(slots, layer, 0, first_key, 0, grid)
     token, head, column, in_rows = own_rows(span, layer)
     # An empty span loads nothing, runs no iteration, and stores log-sums of -inf alone.
     asked = in_rows & (span.begin < span.end)

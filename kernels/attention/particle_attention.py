@@ -111,7 +111,7 @@ def particle_attention(
     assert not sees_block or new is None, "`ParticleAttention` leaves none to them"
     kv_heads = keys.shape[1]
     if window is not None:
-        max_prefix = min(max_prefix, window + 1)
+        max_prefix = min(max_prefix, window + 1 + context.sink)
     chip = work.chip_of(query.device)
     max_tail = context.locations.max_tail
     item = query.element_size()
@@ -133,7 +133,13 @@ def particle_attention(
             new=new,
         ),
         KeySlots.of(context),
-        (scaling / cap if cap else scaling * LOG2_E, cap * LOG2_E, window or 0, context.first_key),
+        (
+            scaling / cap if cap else scaling * LOG2_E,
+            cap * LOG2_E,
+            window or 0,
+            context.first_key,
+            context.sink,
+        ),
         split,
         Layer.of(query, kv_heads, head_dim, split, **flags),
         sinks,
@@ -145,7 +151,7 @@ def particle_attention(
 # Arguments that differ from batch to batch are not specialized, as fields of records always are.
 @triton.jit(
     do_not_specialize=[
-        *("window", "first_key", "num_particles", "all_tokens", "num_prefix"),
+        *("window", "first_key", "sink", "num_particles", "all_tokens", "num_prefix"),
         *("prefix_blocks", "prefix_spans", "tail_blocks", "tail_spans", "tail_span"),
     ]
 )
@@ -159,6 +165,7 @@ def _attend_spans(
     cap,
     window,
     first_key,
+    sink,
     num_particles,
     all_tokens,
     num_prefix,
@@ -182,7 +189,7 @@ def _attend_spans(
         tail_spans=tail_spans,
         tail_span=tail_span,
     )
-    span = own_span(slots, layer, window, first_key, grid)
+    span = own_span(slots, layer, window, first_key, sink, grid)
     token, head, column, in_rows = own_rows(span, layer)
     owner = token // num_columns(layer)
     own_start = tl.load(slots.starts + owner, mask=in_rows, other=0).to(tl.int32)
@@ -215,11 +222,12 @@ def _attend_spans(
             end = _cached_end(part, last, in_rows & is_own & (is_new | part.is_tail))
         if layer.walks:
             last = tl.where(is_own, last, -1)
-        softmax = _attend_part(query, cache, part, end, (first_seen, last), scores, softmax, layer)
+        seen = first_seen, last, first_key + sink
+        softmax = _attend_part(query, cache, part, end, seen, scores, softmax, layer)
         if cache.new is not None:
             last_seen = tl.where(is_own, last_seen, -1)
             if part.is_first_of_tail:
-                seen = first_seen, last, last_seen, first_key
+                seen = first_seen, last, last_seen, first_key, first_key + sink
                 softmax = _attend_new(query, cache, span, part, seen, scores, softmax, layer)
     if layer.walks:  # anew, or they would hold registers all along: the offset is 0
         token, head, column, in_rows = own_rows(span, layer, tl.minimum(num_parts, 0))
@@ -245,20 +253,28 @@ def _own_parts(span, owner, in_rows, layer):
 
 @triton.jit
 def _attend_part(query, cache, part, end, seen, scores, softmax, layer):
-    """Return the softmax of a block of rows, with the keys of one span."""
-    first_seen, last_seen = seen
+    """Return the softmax of a block of rows, with the keys of one span.
+
+    Args:
+        seen: of each row the first position it attends to, and the last one; and the end of those
+            that all attend to.
+    """
+    first_seen, last_seen, sink_end = seen
     dim = tl.arange(0, layer.block_dim)[None, :]
     keys = cache.key + part.head * cache.key_head_stride + dim
     values = cache.value + part.head * cache.value_head_stride + dim
     for first in range(part.begin, end, layer.block_keys):
         position = first + tl.arange(0, layer.block_keys)
+        if layer.has_window:
+            position -= tl.where(position < part.jump, part.jumped, 0)
         slot = slots_of(part, position)
         loaded = ((slot > 0) & (position < end))[:, None] & (dim < layer.head_dim)
         key = tl.load(keys + slot[:, None] * cache.key_stride, mask=loaded, other=0.0)
         value = tl.load(values + slot[:, None] * cache.value_stride, mask=loaded, other=0.0)
         is_seen = (position < end)[None, :] & (position[None, :] <= last_seen[:, None])
         if layer.has_window:
-            is_seen &= position[None, :] >= first_seen[:, None]
+            in_window = position[None, :] >= first_seen[:, None]
+            is_seen &= in_window | (position < sink_end)[None, :]
         softmax = _attend(query, (key, value), is_seen, scores, softmax, layer)
     return softmax
 
@@ -273,9 +289,9 @@ def _attend_new(query, cache, span, part, seen, scores, softmax, layer):
         span: of the program.
         part: the particle's tail.
         seen: of each row the first position it attends to, the last one before the new keys, and
-            its own; and the first position with a key.
+            its own; the first position with a key; and the end of those that all attend to.
     """
-    first_seen, last_cached, last_seen, first_key = seen
+    first_seen, last_cached, last_seen, first_key, sink_end = seen
     dim = tl.arange(0, layer.block_dim)[None, :]
     keys = cache.key + part.head * cache.key_head_stride + dim
     values = cache.value + part.head * cache.value_head_stride + dim
@@ -289,7 +305,8 @@ def _attend_new(query, cache, span, part, seen, scores, softmax, layer):
     is_seen = (position >= first_key)[None, :] & (position[None, :] > last_cached[:, None])
     is_seen &= position[None, :] <= last_seen[:, None]
     if layer.has_window:
-        is_seen &= position[None, :] >= first_seen[:, None]
+        in_window = position[None, :] >= first_seen[:, None]
+        is_seen &= in_window | (position < sink_end)[None, :]
     return _attend(query, (key, value), is_seen, scores, softmax, layer)
 
 

@@ -166,6 +166,8 @@ class _Span(NamedTuple):
     start: int  # the position of the first query
     begin: int  # the first key
     end: int
+    jump: int  # keys before this one are as many as `jumped` earlier: the first of the text
+    jumped: int
     first_token: int
     num_tokens: int
     place: int  # of the first partial result
@@ -256,8 +258,12 @@ def num_columns(layer):
 
 
 @triton.jit
-def own_span(slots, layer, window, first_key, grid):
-    """Return this program's work, a `_Span`."""
+def own_span(slots, layer, window, first_key, sink, grid):
+    """Return this program's work, a `_Span`.
+
+    The first span of a prefix begins with the ``sink`` keys from ``first_key`` on, where its window
+    leaves them out.
+    """
     program = _own_program(layer, grid)
     is_tail = program.is_tail
     owner = program.owner
@@ -279,6 +285,11 @@ def own_span(slots, layer, window, first_key, grid):
     length = tl.where(is_tail, grid.tail_span, even)
     begin = tl.where(is_tail, tl.maximum(committed, first_key), first) + program.span * length
     end = tl.where(is_tail, tail_end, committed)
+    last = tl.minimum(begin + length, end)
+    jump = begin
+    if layer.has_window:
+        is_first = (is_tail == 0) & (program.span == 0)
+        begin -= tl.where(is_first, tl.minimum(first - first_key, sink), 0)
     num_tokens = tl.where(is_tail, 1, grid.num_particles) * num_columns(layer)
     first_token = owner * num_tokens
     if layer.walks:  # beside a span that is the whole prefix there is nothing to do
@@ -296,7 +307,9 @@ def own_span(slots, layer, window, first_key, grid):
         mask=tl.where(is_tail, slots.tails_width - 1, 0x7FFFFFFF),
         start=start,
         begin=begin,
-        end=tl.minimum(begin + length, end),
+        end=last,
+        jump=jump,
+        jumped=begin - first_key,
         first_token=first_token,
         num_tokens=num_tokens,
         place=partial_span.to(tl.int64) * grid.all_tokens * (layer.kv_heads * layer.group),
@@ -344,6 +357,8 @@ def part_of(span, slots, particle, is_tail, first_key, layer):
         start=start,
         begin=tl.where(is_tail, tl.maximum(span.end, first_key), span.begin),
         end=tl.where(is_tail, end, span.end),
+        jump=tl.where(is_tail, 0, span.jump),
+        jumped=span.jumped,
         first_token=tl.where(is_tail, particle * num_columns(layer), span.first_token),
         num_tokens=span.num_tokens,
         place=span.place,

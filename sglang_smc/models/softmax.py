@@ -6,9 +6,9 @@ all queries to them; each particle attends to its own tail, and the two softmaxe
 their log-sum-exp. A query is at the last committed token or after it, so it attends to the whole
 prefix: only tails need a causal mask. Rows of one text are one query to the prefix, and requests
 that begin with the same slots, as samples of one prompt do, read those once for all. A layer with a
-sliding window attends to the prefix's end, and no more of it is gathered. In a block head's layer
-all new tokens of a particle attend to each other, and a head may have no keys at the first
-positions of a sequence.
+sliding window attends to the prefix's end, and no more of it is gathered but the first keys, where
+it attends to them at any distance. In a block head's layer all new tokens of a particle attend to
+each other, and a head may have no keys at the first positions of a sequence.
 """
 
 from typing import NamedTuple
@@ -277,7 +277,7 @@ def plan_shared_prefix(
         siblings,
         torch.where(unwritten, written.unsqueeze(2), tails),
         (
-            _prefix_mask(keys, window, distinct, group, dtype),
+            _prefix_mask(context, keys, distinct, group, dtype),
             _of_heads(unseen.flatten(0, 1), group, dtype),
         ),
         distinct,
@@ -287,8 +287,9 @@ def plan_shared_prefix(
 class _VisibleKeys(NamedTuple):
     """The keys that some query of a forward attends to."""
 
-    positions: torch.Tensor  # [G, P] int64, up to the end of the longest prefix
-    hidden: torch.Tensor  # [G, P] bool: those beyond the request's own prefix
+    # [G, P] int64, up to the end of the longest prefix; behind them the first, beside a window
+    positions: torch.Tensor
+    hidden: torch.Tensor  # [G, P] bool: those beyond the request's own prefix, or there already
     begins: torch.Tensor  # [G] int64 position where the keys of the tails begin
     tail: torch.Tensor  # [T] int64, from 0 on: places in a tail
     own: torch.Tensor  # [G, N, C] int64 keys of its own tail up to a query's own, which is counted
@@ -313,6 +314,11 @@ def _visible_keys(context: AttentionContext, num_columns: int, begin: torch.Tens
     place = torch.arange(max(prefix_len, tail_len), device=begin.device)
     positions = place[:prefix_len] + (committed - visible).unsqueeze(1)
     hidden = positions >= committed.unsqueeze(1)
+    if context.sink:
+        first = context.first_key + torch.arange(context.sink, device=begin.device)
+        first = first.expand(len(committed), -1)
+        positions = torch.cat([positions, first], dim=1)
+        hidden = torch.cat([hidden, first >= (committed - visible).unsqueeze(1)], dim=1)
     return _VisibleKeys(positions, hidden, begins, place[:tail_len], own, seen)
 
 
@@ -324,18 +330,18 @@ def _plan_prefixes(context: AttentionContext, keys: _VisibleKeys) -> torch.Tenso
 
 
 def _prefix_mask(
+    context: AttentionContext,
     keys: _VisibleKeys,
-    window: int | None,
     distinct: tuple[torch.Tensor, torch.Tensor] | None,
     group: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return `SharedPrefixPlan.prefix_mask`; all queries have one mask but in a window."""
     hidden = keys.hidden[:, None, None]  # [G, 1, 1, P]
-    if window is None:
+    if context.window is None:
         return additive(hidden, dtype)
     offset = keys.positions - keys.begins.unsqueeze(1)  # a tail begins at 0
-    left_out = hidden | (offset[:, None, None] < _oldest(keys, window))  # [G, N, C, P]
+    left_out = hidden | _is_left_out(context, keys, offset[:, None, None])  # [G, N, C, P]
     return _of_heads(_distinct(left_out.flatten(1, 2), distinct), group, dtype)
 
 
@@ -351,7 +357,7 @@ def _plan_tails(
     unseen = keys.tail >= keys.seen.unsqueeze(3)
     unwritten = unseen[:, :, -1]
     if context.window is not None:
-        unseen = unseen | (keys.tail < _oldest(keys, context.window))
+        unseen = unseen | _is_left_out(context, keys, keys.tail)
     place = keys.begins.view(-1, 1, 1) + keys.tail  # [G, 1, T]
     in_ring = place & (context.tails.shape[1] - 1)
     slots = context.tails[context.locations.particle_rows.unsqueeze(2), in_ring]
@@ -363,9 +369,18 @@ def _plan_tails(
     return slots, unseen, unwritten
 
 
-def _oldest(keys: _VisibleKeys, window: int) -> torch.Tensor:
-    """Return the first key that a query attends to, from its tail's first, ``[G, N, C, 1]``."""
-    return (keys.own - 1 - window).unsqueeze(3)
+def _is_left_out(
+    context: AttentionContext, keys: _VisibleKeys, offset: torch.Tensor
+) -> torch.Tensor:
+    """Return which keys are before a query's window and not among the first, ``[G, N, C, L]``.
+
+    Args:
+        offset: of the keys from the first of a tail, broadcasts to the result.
+    """
+    assert context.window is not None, "the caller's case"
+    oldest = (keys.own - 1 - context.window).unsqueeze(3)  # [G, N, C, 1]
+    end_of_first = context.first_key + context.sink - keys.begins  # [G]
+    return (offset < oldest) & (offset >= end_of_first.view(-1, 1, 1, 1))
 
 
 def _whole_sequences(

@@ -23,6 +23,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models.draft_config import trained_length
 from sglang_smc.models.softmax import Heads
+from sglang_smc.models.windows import window_of
 from sglang_smc.options.server import DEFAULTS
 from sglang_smc.upstream import (
     IS_NEWER,
@@ -125,7 +126,7 @@ def model_problems(server_args: Arguments, widest_heads: int | None) -> list[str
     draft = server_args.speculative_draft_model_path
     if draft is None:
         return found
-    config = _draft_config(server_args)
+    config = draft_config(server_args)
     flag = "--speculative-draft-model-path"
     longest = trained_length(config.hf_text_config)
     name = kinds.architecture_of(config)
@@ -150,7 +151,7 @@ def model_problems(server_args: Arguments, widest_heads: int | None) -> list[str
     return found + _head_problems(flag, draft, config, widest_heads)
 
 
-def _draft_config(server_args: Arguments) -> ModelConfig:
+def draft_config(server_args: Arguments) -> ModelConfig:
     """Return the configuration of the draft, with the positions that its checkpoint states."""
     draft = server_args.speculative_draft_model_path
     config = ModelConfig.from_server_args(
@@ -164,20 +165,6 @@ def _draft_config(server_args: Arguments) -> ModelConfig:
     if draft == server_args.model_path and kinds.reads_states(server_args):
         kinds.take_mtp(config)
     return config
-
-
-def beyond_training(server_args: Arguments) -> str | None:
-    """Return a warning if the draft was trained on shorter texts than the server may get."""
-    longest = trained_length(_draft_config(server_args).hf_text_config)
-    context = model_config_of(server_args).context_len
-    if longest >= context:
-        return None
-    return (
-        f"--speculative-draft-model-path {server_args.speculative_draft_model_path} was trained on "
-        f"texts of up to {longest} tokens, and this server's have up to {context}: from token "
-        f"{longest} on fewer of its draft tokens are kept, which costs speed. In mode exact texts "
-        "are the target's all the same."
-    )
 
 
 def _head_problems(flag: str, path: str, model: ModelConfig, widest: int | None) -> list[str]:
@@ -388,7 +375,7 @@ def check_layer(
     unsupported = {
         "chunked attention": layer.use_irope,
         "a window or a cap over latents": rank is not None
-        and (layer.sliding_window_size > -1 or layer.logit_cap > 0),
+        and (window_of(layer) is not None or layer.logit_cap > 0),
         "a cap other than by tanh": layer.logit_cap > 0 and layer.logit_capping_method != "tanh",
         "scores that depend on the text's length": layer.xai_temperature_len > 0,
         "cross or bidirectional attention": layer.is_cross_attention
@@ -416,11 +403,6 @@ def check_kernel_type(pool_type: torch.dtype, capability: tuple[int, int] | None
             f"{capability[0]}.{capability[1]}, whose Triton kernels convert it from 8.9 on: pass "
             "--kv-cache-dtype fp8_e5m2 or auto, or --speculative-smc-kernels torch, which is slower"
         )
-
-
-def window_of(layer: RadixAttention) -> int | None:
-    """Return the number of keys before its own that a query attends to; None for all."""
-    return layer.sliding_window_size if layer.sliding_window_size > -1 else None
 
 
 def sees_block(layer: RadixAttention) -> bool:

@@ -19,6 +19,9 @@ ALGORITHM = "SMC"
 # For tests: the overlap schedule on a CPU, where results reach the scheduler one round late.
 CPU_OVERLAP_ENV = "SGLANG_SMC_CPU_OVERLAP"
 
+WHOLE_TEXT = 2**31 - 1
+"""What --speculative-draft-window-size 0 becomes, which SGLang refuses before it asks us."""
+
 MAX_PARTICLES = 1024
 MAX_FLOAT = sys.float_info.max
 MODES = ("smc", "exact", "auto")

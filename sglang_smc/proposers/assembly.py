@@ -1,5 +1,6 @@
 """Build the draft of a server: its worker, its proposer, and its source of hidden states."""
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.server_args import ServerArgs
 
 from sglang_smc import upstream
+from sglang_smc.models import windows
 from sglang_smc.models.attention import Implementation
 from sglang_smc.models.draft_layers import quantize_draft
 from sglang_smc.models.forward import ParticleForward
@@ -21,6 +23,8 @@ from sglang_smc.proposers.layer_choice import LayerChoice
 from sglang_smc.proposers.ngram import Corpus, UniformDraft, open_corpus
 from sglang_smc.smc.ledger import Ledger
 from sglang_smc.upstream import Arguments
+
+logger = logging.getLogger(__name__)
 
 
 def drafter_for(config: SMCConfig, draft: TpModelWorker | None) -> type[DraftProposer]:
@@ -57,6 +61,7 @@ def build(
         _give_states(target, drafter_for(config, None), None, str(config.draft_class))
         return None
     worker = upstream.build_draft(target, server_args, placement)
+    _limit(worker.model_runner.model, upstream.resolved(server_args))
     own_head = connect(target, worker, config)
     if config.draft_layers == "fused-int8":
         quantize_draft(worker.model_runner.model, own_head)
@@ -65,6 +70,23 @@ def build(
     worker.draft_runner = runner  # pyright: ignore[reportAttributeAccessIssue] -- as above
     worker.draft_runners = [runner]  # pyright: ignore[reportAttributeAccessIssue] -- as above
     return worker
+
+
+def _limit(model: torch.nn.Module, resolved: Arguments) -> None:
+    """Give the draft's layers the window of --speculative-draft-window-size, if one is set."""
+    size = resolved.speculative_draft_window_size
+    if size is None:
+        return
+    sink = upstream.draft_sink(resolved)
+    if windows.limit(model, size, sink):
+        first = f", and to the first {sink}" if sink else ""
+        logger.info("A token of the draft attends to the last %d%s.", size, first)
+    else:
+        logger.warning(
+            "--speculative-draft-window-size %d changes nothing: all layers of the draft have "
+            "windows of their own that are no longer.",
+            size,
+        )
 
 
 def connect(

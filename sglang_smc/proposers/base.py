@@ -18,6 +18,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_smc import upstream
@@ -27,7 +28,9 @@ from sglang_smc.models.chains import Chains
 from sglang_smc.models.draft_layers import fuse_draft, fuse_layers
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.recorder import PassRecording
+from sglang_smc.models.windows import is_limited
 from sglang_smc.proposers.hot_tokens import cut_head, lm_head_of, read_map
+from sglang_smc.proposers.prompt_attention import PromptAttention
 from sglang_smc.proposers.layer_choice import LayerChoice
 from sglang_smc.smc.ledger import Ledger, Slots
 
@@ -226,6 +229,7 @@ class LanguageModel(DraftProposer):
         runner: SGLang's, which runs over prompts.
         num_missing: ids that the target's logits have beyond the draft's; below 0: the draft's.
         hot: ``[H]`` int64 the only tokens that its LM head has rows of; None for all.
+        prompt_attention: for prompts, where `models.windows.limit` is on; None: SGLang's backend.
     """
 
     runs_model = has_stock_passes = True
@@ -250,7 +254,11 @@ class LanguageModel(DraftProposer):
         tails = context.ledger.tails
         forward = ParticleForward(runner, tails, context.kernels, context.num_columns)
         context.fuse(forward)
-        return cls(forward, runner, num_missing, vars(runner.model).get("hot_token_id"))
+        hot = vars(runner.model).get("hot_token_id")
+        attention = None
+        if is_limited(runner.model):
+            attention = PromptAttention(runner, first_key=0, keys_alone=False)
+        return cls(forward, runner, num_missing, hot, attention)
 
     def __init__(
         self,
@@ -258,8 +266,10 @@ class LanguageModel(DraftProposer):
         runner: ModelRunner,
         num_missing: int = 0,
         hot: torch.Tensor | None = None,
+        prompt_attention: PromptAttention | None = None,
     ) -> None:
         self.forward = forward
+        self._prompt_attention = prompt_attention
         self._runner = runner
         self._missing = num_missing
         self._hot = hot
@@ -309,10 +319,20 @@ class LanguageModel(DraftProposer):
         forward_batch.mm_inputs = None
         if forward_batch.mrope_positions is not None:
             forward_batch.mrope_positions = forward_batch.positions.expand(3, -1)
-        output = self._runner.forward(forward_batch).logits_output
+        output = self._run_prompts(batch, forward_batch)
         assert isinstance(output, LogitsProcessorOutput)
         assert output.next_token_logits is not None
         return output.next_token_logits
+
+    def _run_prompts(self, batch: ScheduleBatch, forward_batch: ForwardBatch) -> Any:
+        attention = self._prompt_attention
+        if attention is None:
+            return self._runner.forward(forward_batch).logits_output
+        attention.plan(batch)
+        with forward_context(ForwardContext(attn_backend=attention)), torch.no_grad():
+            return self._runner.model.forward(
+                forward_batch.input_ids, forward_batch.positions, forward_batch
+            )
 
 
 def to_full_vocabulary(

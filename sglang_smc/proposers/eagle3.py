@@ -121,7 +121,7 @@ class EagleForward(ParticleForward):
 
     @cached_property
     def prompt_attention(self) -> PromptAttention:
-        return PromptAttention(self._runner)
+        return PromptAttention(self._runner, first_key=self._first_key, keys_alone=True)
 
 
 class EagleHead(DraftProposer):

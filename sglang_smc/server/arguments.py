@@ -28,7 +28,7 @@ from sglang_smc.options.server import (
     flag_of,
 )
 from sglang_smc.process import config_of
-from sglang_smc.server import presets, refusals, requirements, sizes
+from sglang_smc.server import draft_window, presets, refusals, requirements, sizes
 from sglang_smc.upstream import IS_NEWER, Arguments, model_config_of
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ def check_arguments(server_args: Arguments) -> None:
         *_draft_problems(server_args),
         *requirements.unmet(server_args),
         *supported.model_problems(server_args, _widest_heads(server_args)),
+        *draft_window.problems(server_args),
     ]
     if problems:
         raise ValueError(
@@ -133,15 +134,14 @@ def resolve(server_args: Arguments) -> None:
 
 
 def _draft_as_target(server_args: Arguments) -> None:
-    """Have the draft loaded in the target's dtype, and say from where it was not trained.
+    """Have the draft loaded in the target's dtype, and attend to texts as it was trained to.
 
     With `auto` SGLang would take each model's from its own configuration; a head reads the target's
     states and embedding.
     """
     if server_args.dtype == "auto":
         server_args.dtype = str(model_config_of(server_args).dtype).removeprefix("torch.")
-    if (warning := supported.beyond_training(server_args)) is not None:
-        logger.warning("%s", warning)
+    draft_window.choose(server_args)
 
 
 def _wants_states(server_args: Arguments) -> bool:

@@ -84,8 +84,7 @@ _AT_DEFAULT = {
     "SMC verifies in its own way; see --speculative-smc-tilt": "speculative_use_rejection_sampling "
     "speculative_accept_threshold_single speculative_accept_threshold_acc "
     "speculative_use_block_verification",
-    _NO_EFFECT: "speculative_draft_window_size "
-    "speculative_draft_sink_size speculative_skip_dp_mlp_sync enable_multi_layer_eagle "
+    _NO_EFFECT: "speculative_skip_dp_mlp_sync enable_multi_layer_eagle "
     "speculative_dflash_block_size speculative_domino_candidate_pool_size uno_lora_path "
     "speculative_dspark_block_size speculative_dspark_sps_table_path "
     "speculative_dspark_confidence_sts_path speculative_dspark_align_verify_tokens_to_graph_tier "

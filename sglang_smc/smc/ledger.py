@@ -68,6 +68,7 @@ class AttentionContext(NamedTuple):
     # those ahead of it. A window begins before the query all the same.
     sees_block: bool = False
     first_key: int = 0  # first position with a key; the output of queries before it is undefined
+    sink: int = 0  # keys from `first_key` on that a query attends to beside its window
 
 
 class Ledger:

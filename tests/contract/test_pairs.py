@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,63 @@ def test_a_draft_for_shorter_texts_starts_with_one_warning(
     (warning,) = (one.getMessage() for one in caplog.records if draft in one.getMessage())
     assert "--speculative-draft-model-path" in warning
     assert "up to 256 tokens, and this server's have up to 2048" in warning
-    assert "fewer of its draft tokens are kept" in warning
+    assert "attends to the last 256 alone (--speculative-draft-window-size; 0: to all" in warning
+    assert resolved(found).speculative_draft_window_size == 256
     caplog.clear()
-    resolve(**asked | {"context_length": 256})
+    whole = resolve(**asked | {"context_length": 256})
+    assert resolved(whole).speculative_draft_window_size is None
     assert not [one for one in caplog.records if draft in one.getMessage()]
+
+
+@pytest.mark.parametrize(
+    ("size", "window", "told"),
+    [
+        (0, None, "fewer of its draft tokens are kept"),
+        (2048, 2048, "fewer of its draft tokens are kept, .* --speculative-draft-window-size 256"),
+        (64, 64, "attends to the last 64 alone"),
+    ],
+)
+def test_a_window_that_is_given_holds(
+    caplog: pytest.LogCaptureFixture,
+    smc: dict[str, Any],
+    tmp_path: Path,
+    size: int,
+    window: int | None,
+    told: str,
+) -> None:
+    """Red where the default replaces it, and where SGLang says that it has no effect."""
+    draft = copied("eagle3", tmp_path / "d", max_position_embeddings=256)
+    asked = given(smc, str(PAIR / "target"), draft, speculative_draft_window_size=size)
+    with caplog.at_level(logging.WARNING):
+        found = resolve(**asked)
+    assert resolved(found).speculative_draft_window_size == window
+    (warning,) = (one.getMessage() for one in caplog.records if draft in one.getMessage())
+    assert re.search(told, warning)
+    assert "has no effect" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "given_sizes", "told"),
+    [
+        ("dflash", (3, None), "size is 3 with blocks of 4 tokens; allowed: at least as many"),
+        ("draft", (0, 4), "sink-size is 4 with --speculative-draft-window-size 0; allowed"),
+        ("draft", (-1, None), "must be positive"),
+        ("draft", (16, -1), "must be non-negative"),
+        (None, (16, None), "size is 16 without a model that drafts"),
+    ],
+)
+def test_a_window_that_cannot_be_is_refused(
+    smc: dict[str, Any], name: str | None, given_sizes: tuple[int, int | None], told: str
+) -> None:
+    size, sink = given_sizes
+    asked = given(smc, str(PAIR / "target"), str(PAIR / (name or "draft")))
+    asked |= {"speculative_draft_window_size": size, "speculative_draft_sink_size": sink}
+    asked["speculative_num_steps"] = 3
+    if name is None:
+        asked |= {"speculative_draft_model_path": None, "speculative_smc_ngram_matches": True}
+        asked["speculative_smc_mode"] = "exact"
+    with pytest.raises(ValueError, match=told):
+        resolve(**asked)
 
 
 @pytest.mark.parametrize(

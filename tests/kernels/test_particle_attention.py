@@ -63,6 +63,7 @@ CAP = Softmax(SCALING, cap=1.5)
 SINKS = Softmax(SCALING, sinks=torch.linspace(-1, 3, 4))
 BOTH = CAP._replace(sinks=torch.linspace(-1, 3, 6))
 BLOCKS: dict[str, Any] = {"sees_block": True}
+FIRST_KEYS = {"window": 0, "sink": 2, "first_key": 1}
 
 # Lengths of prefixes, tails, columns, and the shape of the layer.
 CASES: dict[str, tuple[list[int], list[list[int | None]], int, dict[str, Any]]] = {
@@ -86,6 +87,12 @@ CASES: dict[str, tuple[list[int], list[list[int | None]], int, dict[str, Any]]] 
     "no key at the first, in a window": (*NO_FIRST, 5, {"first_key": 1, "window": 20}),
     "no key in a prefix": ([3, 1, 70], [[4, 0], [-1, 9], [0, 0]], 5, {"first_key": 5}),
     "queries before the first key": ([1, 1], [[-1, -1], [-1, 0]], 3, {"first_key": 1}),
+    "first keys beside a window": (*DECODE, 1, {"window": 20, "sink": 4}),
+    "first keys beside a window in verification": (*VERIFY, 9, {"window": 15, "sink": 4}),
+    "first keys beside one key": ([70, 3, 12], [[-1, 3], [-1, None], [2, 5]], 3, FIRST_KEYS),
+    "first keys in a tail": ([2, 1, 7], [[30, 4], [9, 0], [2, 1]], 5, {"window": 3, "sink": 6}),
+    "more first keys than a block": ([300], [[3, 20]], 2, {"window": 30, "sink": 100}),
+    "first keys of a head": (*NO_FIRST, 5, {"first_key": 1, "window": 6, "sink": 4}),
     "blocks": ([70, 3, 1], [[-1, 4], [7, None], [0, 30]], 9, BLOCKS),
     "blocks of one": (*TWO, 1, BLOCKS),
     "blocks of unlike columns": (*UNLIKE, 5, BLOCKS | {"open_columns": [2, 4]}),
@@ -93,6 +100,7 @@ CASES: dict[str, tuple[list[int], list[list[int | None]], int, dict[str, Any]]] 
     "blocks without a first key": (*NO_FIRST, 9, BLOCKS | {"first_key": 1, "q_heads": 8}),
     "blocks with a cap": (*TWO, 5, BLOCKS | {"q_heads": 6, "kv_heads": 1, "softmax": BOTH}),
     "blocks in a window": (*VERIFY, 9, BLOCKS | {"window": 20}),
+    "blocks in a window, with first keys": (*VERIFY, 9, BLOCKS | {"window": 20, "sink": 4}),
     "blocks of unlike columns in a window": (
         *UNLIKE,
         5,

@@ -62,6 +62,7 @@ class Case(NamedTuple):
     window: int | None = None
     sees_block: bool = False
     first_key: int = 0
+    sink: int = 0  # keys from the first on that a query sees beside its window
     rank: int | None = None  # of latents: keys, whose first numbers are the values
 
     def expected(self) -> torch.Tensor:
@@ -84,7 +85,10 @@ class Case(NamedTuple):
         tail = self.tails[self.particle_rows[g, n], place]
         own = int(self.starts[g, n]) + c
         first = 0 if self.window is None else own - self.window
-        return torch.cat([prefix[:end], tail]).long()[max(first, self.first_key) :]
+        slots = torch.cat([prefix[:end], tail]).long()
+        position = torch.arange(len(slots))
+        is_seen = (position >= first) | (position < self.first_key + self.sink)
+        return slots[is_seen & (position >= self.first_key)]
 
     def last_seen(self) -> torch.Tensor:
         """The position of the last key that each query sees, ``[G, N, C]``."""
@@ -197,7 +201,7 @@ def make_case(
 
 def context_of(case: Case) -> AttentionContext:
     locations = KVLocations(case.rows, case.committed, case.particle_rows, case.max_tail)
-    sight = case.window, case.sees_block, case.first_key
+    sight = case.window, case.sees_block, case.first_key, case.sink
     return AttentionContext(case.req_to_token, case.tails, locations, case.starts, *sight)
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from particle_cases import attend_by_hand
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from transformers import LlamaConfig, Qwen3Config
 
@@ -22,7 +23,7 @@ from sglang_smc.drafts.heads.lilicorr import LATTICE as PREFIX
 from sglang_smc.drafts.heads.lilicorr import LILICORR
 from sglang_smc.drafts.heads.mtp import MTP
 from sglang_smc.models import head_kinds as kinds
-from sglang_smc.models import supported, vocabulary
+from sglang_smc.models import supported, vocabulary, windows
 from sglang_smc.models.softmax import Softmax
 from sglang_smc.models.supported import check_layers
 from sglang_smc.models.vocabulary import Vocabulary
@@ -425,12 +426,27 @@ def runner(*, latent: bool = False, **layer: Any) -> Any:
     return SimpleNamespace(model=model, model_config=config, use_mla_backend=latent)
 
 
-@pytest.mark.parametrize("window", [-1, 0, 3, 5, 40])
+@pytest.mark.parametrize("softmax", [Softmax(0.5), Softmax(0.5, 1.5, torch.arange(4.0))])
+@pytest.mark.parametrize(
+    ("window", "limit"),
+    [
+        *((own, None) for own in (-1, 0, 3, 5, 40)),
+        *((-1, limit) for limit in ((1, 0), (1, 3), (4, 2), (4, 9), (40, 4))),
+        (9, (4, 2)),
+        (3, (4, 2)),  # its own four are no more
+    ],
+)
 @pytest.mark.parametrize("known", [0, 7])
-def test_heads_read_prompts_in_windows(
-    monkeypatch: pytest.MonkeyPatch, window: int, known: int
+def test_drafts_read_prompts_in_windows(
+    monkeypatch: pytest.MonkeyPatch,
+    window: int,
+    limit: tuple[int, int] | None,
+    known: int,
+    softmax: Softmax,
 ) -> None:
     """Red where some of the queries are told too few or too many keys, at a window's edge."""
+    if window < 0 and limit is None and softmax.cap:
+        pytest.skip("a model with caps reads prompts by SGLang's backend where nothing limits it")
     monkeypatch.setattr(prompt_attention, "_AT_ONCE", 4)
     new = 11
     draw = torch.Generator().manual_seed(0)
@@ -440,15 +456,30 @@ def test_heads_read_prompts_in_windows(
     attention = prompt_attention.PromptAttention.__new__(prompt_attention.PromptAttention)
     attention.token_to_kv_pool = SimpleNamespace(get_kv_buffer=lambda _: cache)
     attention.group = 2
-    layer: Any = SimpleNamespace(layer_id=0, sliding_window_size=window)
-    found = attention._attend(query, slots, layer, Softmax(0.5))
+    layer = RadixAttention(4, 8, 1.0, 2, 0)
+    layer.sliding_window_size = window  # 0, too
+    sink = 0
+    if limit is not None and windows.limit(torch.nn.Sequential(layer), *limit):
+        window = limit[0] - 1
+        sink = limit[1]
+    found = attention._attend(query, slots, layer, softmax)
     for row in range(new):
         own = known + row
         first = 0 if window < 0 else max(own - window, 0)
-        keys, values = cache[:, slots[first : own + 1]].repeat_interleave(2, dim=2)
-        scores = torch.einsum("hd,lhd->hl", query[row], keys) * 0.5
-        expected = torch.einsum("hl,lhd->hd", scores.softmax(-1), values)
-        torch.testing.assert_close(found[row], expected)
+        seen = torch.cat([slots[: min(sink, first)], slots[first : own + 1]])
+        keys, values = cache[:, seen]
+        expected = attend_by_hand(query[row], keys, values, softmax)
+        torch.testing.assert_close(found[row].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_draft_keeps_windows_of_its_own_that_are_shorter() -> None:
+    """And only limited models read prompts by the attention of this package."""
+    layers = [RadixAttention(4, 8, 1.0, 2, 0, sliding_window_size=own) for own in (-1, 3, 4, 9)]
+    model = torch.nn.Sequential(*layers)
+    assert not windows.is_limited(model) and not windows.limit(layers[1], 4, 2)
+    assert windows.limit(model, 5, 2) == 2 and windows.is_limited(model)
+    limit = windows.Window(4, 2)
+    assert list(map(windows.window_of, layers)) == [limit, (3, 0), (4, 0), limit]
 
 
 WINDOW = {"sliding_window_size": 31}

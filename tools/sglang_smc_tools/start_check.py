@@ -89,7 +89,7 @@ def _tried(given: list[str], check: Callable[[Any], None]) -> StartVerdict:
     from sglang.srt.server_args import prepare_server_args
 
     from sglang_smc import upstream
-    from sglang_smc.models import supported
+    from sglang_smc.server import draft_window
 
     beyond = None
     try:
@@ -97,7 +97,7 @@ def _tried(given: list[str], check: Callable[[Any], None]) -> StartVerdict:
         check(server_args)
         longest = upstream.model_config_of(server_args).context_len
         if server_args.speculative_draft_model_path is not None:
-            beyond = supported.beyond_training(server_args)
+            beyond = draft_window.beyond_training(server_args)
     except (OSError, ValueError) as error:
         return StartVerdict(fail(ABOUT, "refused", str(error)))
     except Exception as error:  # of SGLang, whatever a broken configuration raises
