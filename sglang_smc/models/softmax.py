@@ -252,6 +252,9 @@ def plan_shared_prefix(
         merged: the rows whose results are used; None for all.
     """
     window = context.window
+    if window is not None and _last_query(context, num_columns) <= context.first_key + window:
+        window = None  # which leaves nothing out
+        context = context._replace(window=None, sink=0)
     # [G] of a prefix, without what siblings share
     begin = torch.full_like(context.locations.committed, context.first_key)
     siblings = find_siblings(context) if window is None else []
@@ -282,6 +285,11 @@ def plan_shared_prefix(
         ),
         distinct,
     )
+
+
+def _last_query(context: AttentionContext, num_columns: int) -> int:
+    """Return the position of the last query of any particle, and wait for the device."""
+    return int(context.starts.max()) + num_columns - 1
 
 
 class _VisibleKeys(NamedTuple):

@@ -30,8 +30,8 @@ from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.recorder import PassRecording
 from sglang_smc.models.windows import is_limited
 from sglang_smc.proposers.hot_tokens import cut_head, lm_head_of, read_map
-from sglang_smc.proposers.prompt_attention import PromptAttention
 from sglang_smc.proposers.layer_choice import LayerChoice
+from sglang_smc.proposers.prompt_attention import PromptAttention
 from sglang_smc.smc.ledger import Ledger, Slots
 
 ANY = sys.maxsize

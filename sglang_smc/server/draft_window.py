@@ -43,8 +43,8 @@ def problems(server_args: Arguments) -> Iterator[str]:
     config = draft_config(server_args)
     if _is_latent(config):
         yield (
-            f"{_WINDOW} is {size} with a draft over latents (MLA); allowed: with drafts of ordinary "
-            "attention. Leave it out."
+            f"{_WINDOW} is {size} with a draft over latents (MLA); allowed: with drafts of "
+            "ordinary attention. Leave it out."
         )
     num_columns = (view.speculative_num_steps or DEFAULTS.num_steps) + 1
     if kinds.drafter_of(config).is_block and size < num_columns:

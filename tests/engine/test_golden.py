@@ -102,6 +102,8 @@ class Case(NamedTuple):
 SHORT = 16  # of positions: fewer than most texts have tokens
 
 RECURRENT = {"disable_radix_cache": True}
+#: Of the draft's attention: less than most texts, with first keys.
+LIMIT = {"speculative_draft_window_size": 6, "speculative_draft_sink_size": 2}
 CASES = {
     "windows and caps": Case("gemma2", "gemma3_text", in_process=True),
     "latents": Case("deepseek_v3", "deepseek_v2", in_process=True),
@@ -117,6 +119,8 @@ CASES = {
     APART: Case("llama", APART),
     PART: Case("llama", PART, positions=SHORT),
     "adapters": Case("llama", FULL, {"max_loras_per_batch": 3}, adapters=("a", "b")),
+    "a window": Case("llama", "llama", LIMIT | {"page_size": 4}, in_process=True),
+    "a window of an MTP layer": Case("qwen2", MTP, LIMIT, in_process=True),
     "an EAGLE head": Case("llama", EAGLE),
     "an MTP layer over latents": Case("deepseek_v3", MTP),
     # More particles than columns: their states find no room among those of columns.
@@ -289,6 +293,7 @@ def test_answers_are_those_of_rounds_over_transformers(
     if case.draft in BLOCKS:  # the law here has as many masks as the server's K
         asked = [each for each in asked if "num_steps" not in each[0]]
     attention = case.arguments.get("kv_cache_dtype", "eager")
+    limit = tuple(case.arguments[name] for name in LIMIT) if {*LIMIT} <= {*case.arguments} else None
     targets: dict[str | None, str] = {None: target}
     paths = {
         name: make_adapter(tmp_path / name, target, rank=2 + rank, seed=rank)
@@ -303,9 +308,9 @@ def test_answers_are_those_of_rounds_over_transformers(
         elif case.draft in PUBLISHED:
             law = PublishedDraft(target, draft, NUM_STEPS)
         elif case.draft == MTP:
-            law = MTPDraft(target, NUM_STEPS)
+            law = MTPDraft(target, NUM_STEPS, limit or (None, 0))
         sizes = settings | known, 2 * len(asked + NEXT)
-        return CheckpointRounds(target, law, *sizes, attention=attention)
+        return CheckpointRounds(target, law, *sizes, attention=attention, limit=limit)
 
     own = {name: rounds(target) for name, target in targets.items()}
     last = own[None].vocab_size - 1

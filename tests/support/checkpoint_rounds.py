@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from head_laws import BLOCKS, Draft, PairDraft
+from head_laws import BLOCKS, Draft, PairDraft, left_out
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -48,18 +48,35 @@ class Answer(NamedTuple):
     meta_info: dict[str, Any]  # SMC's own
 
 
+IN_8_BITS = {"fp8_e5m2": torch.float8_e5m2, "fp8_e4m3": torch.float8_e4m3fn}
+
+
 def attend_in(kind: str) -> str:
     """Attention over keys and values that are kept in 8 bits, by the name of their type."""
 
     def attend(module: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> Any:
-        dtype = {"fp8_e5m2": torch.float8_e5m2, "fp8_e4m3": torch.float8_e4m3fn}[kind]
+        dtype = IN_8_BITS[kind]
         key, value = (part.to(dtype).to(part.dtype) for part in (key, value))
         return eager_attention_forward(module, query, key, value, *rest, **more)
 
-    if kind != "eager":
+    if kind in IN_8_BITS:
         AttentionInterface.register(kind, attend)
         AttentionMaskInterface.register(kind, eager_mask)
     return kind
+
+
+def attend_within(limit: tuple[int, int]) -> str:
+    """Attention to a window, and to first keys; see `left_out`."""
+    name = "within {} and {}".format(*limit)
+
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any) -> Any:
+        hidden = left_out(key.shape[2], *limit)
+        mask = mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+        return eager_attention_forward(module, query, key, value, mask, **more)
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, eager_mask)
+    return name
 
 
 def load(path: str, dtype: torch.dtype = torch.float32, attention: str = "eager") -> Any:
@@ -156,6 +173,7 @@ class CheckpointRounds(ToyWorker):
         settings: of the server, as `SMCConfig` has them.
         num_requests: that it has rows for.
         hot: the only tokens that the draft has mass on; None for all.
+        limit: of a checkpoint's attention that drafts, as `left_out` takes it; None: all keys.
     """
 
     def __init__(
@@ -168,10 +186,12 @@ class CheckpointRounds(ToyWorker):
         corpus: Corpus | None = None,
         attention: str = "eager",
         hot: list[int] | None = None,
+        limit: tuple[int, int] | None = None,
     ) -> None:
         self.models = Checkpoint(load(target, attention=attention)), draft
         width = self.models[0].width
         if isinstance(draft, str):
+            attention = attention if limit is None else attend_within(limit)
             self.models = self.models[0], Checkpoint(load(draft, attention=attention), width, hot)
         self.tokenizer = AutoTokenizer.from_pretrained(target)
         self.tokenizer.additional_stop_token_ids = None  # as SGLang's own loader leaves it

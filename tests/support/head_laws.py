@@ -236,6 +236,18 @@ def add_mtp_layer(target: str) -> None:
 OPTIONS: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
 
 
+def left_out(length: int, window: int | None, sink: int = 0) -> torch.Tensor:
+    """Which keys each of so many queries does not attend to, ``[L, L]`` bool.
+
+    Args:
+        window: the keys that it does attend to, its own included; None for all before it.
+        sink: first keys, at any distance.
+    """
+    key = torch.arange(length)
+    behind = key.unsqueeze(1) - key
+    return (behind < 0) | ((behind >= (window or length)) & (key >= sink))
+
+
 class PairDraft:
     """The law of drafts over pairs of a token and the state before it; see `Draft`."""
 
@@ -266,10 +278,17 @@ class PairDraft:
 
 
 class MTPDraft(PairDraft):
-    """The law of drafts by the MTP layer of a checkpoint."""
+    """The law of drafts by the MTP layer of a checkpoint.
 
-    def __init__(self, target: str, num_steps: int) -> None:
+    Args:
+        limit: of its attention, as `left_out` takes it.
+    """
+
+    def __init__(
+        self, target: str, num_steps: int, limit: tuple[int | None, int] = (None, 0)
+    ) -> None:
         super().__init__(target, num_steps)
+        self.limit = limit
         self.config = self.model.config
         options = dict(OPTIONS)
         self.layout = layout = LAYOUTS.get(self.config.model_type, NEXTN)
@@ -312,7 +331,8 @@ class MTPDraft(PairDraft):
     def run(self, tokens: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         pairs = self._pairs(tokens, before)
         length = tokens.shape[1]
-        mask = torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+        mask = torch.zeros(length, length, dtype=torch.float64)
+        mask = mask.masked_fill(left_out(length, *self.limit), -torch.inf)[None, None]
         rotary = self.model.model.rotary_emb(pairs, torch.arange(length).unsqueeze(0))
         output = self.layer(pairs, position_embeddings=rotary, attention_mask=mask)
         state = self._norm("last", output)
