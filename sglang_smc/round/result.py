@@ -216,6 +216,7 @@ class SMCBatchResult(GenerationBatchResult):
             replayed=replayed,
             is_greedy=config.greedy,
             by_model=not config.ngram_matches,
+            length=len(req.origin_input_ids) + len(req.output_ids),
         )
         self.monitor.add(played)
         state.take(totals, replayed)

@@ -23,7 +23,7 @@ from sglang_smc.options.policy import Dial
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.ops import Ops
-from sglang_smc.state.alarm import UselessDrafts
+from sglang_smc.state.alarm import SPANS, UselessDrafts, span_of
 from sglang_smc.state.fidelity import AnswerFidelity, FidelityWindows, Sums
 
 logger = logging.getLogger(__name__)
@@ -231,6 +231,7 @@ class Played(NamedTuple):
     replayed: bool  # by a captured CUDA graph
     is_greedy: bool  # temperature 0: one chain
     by_model: bool = True  # drafts are a model's, not n-gram matches
+    length: int = 0  # tokens of the text, its prompt included
 
     @property
     def is_drafted(self) -> bool:
@@ -294,7 +295,15 @@ EMITTED = (
     Metric("kept_columns", "Drafted tokens that rounds emitted."),
     Metric("emitted_tokens", "Tokens that rounds emitted."),
 )
-COUNTERS = (*OF_ROUNDS, *EMITTED)
+BY_LENGTH = tuple(
+    Metric(f"{name}_{span}", f"{told} in texts of {begin:,} tokens and more, to the next such.")
+    for span, begin in SPANS.items()
+    for name, told in (
+        ("drafted_rounds", "Rounds that a model drafted for"),
+        ("accepted_drafts", "Draft tokens that these accepted,"),
+    )
+)
+COUNTERS = (*OF_ROUNDS, *EMITTED, *BY_LENGTH)
 """Sums over all rounds of all requests since the server's start."""
 
 USELESS_DRAFTS = Metric(
@@ -384,7 +393,9 @@ class Monitor:
         """Count one request's part of a round."""
         self._round.append(played)
         if played.is_drafted:
-            self._alarm.add(played.num_kept)
+            self._alarm.add(played.num_kept, played.length)
+            span = span_of(played.length)
+            self._add({f"drafted_rounds_{span}": 1, f"accepted_drafts_{span}": played.num_kept})
 
     def count_failed_prefill(self) -> None:
         """Count a request without any round, since its prefill gave unusable logits."""
@@ -510,6 +521,7 @@ class Monitor:
             "weighed_rounds": weighed,
             "mean_ess_ratio": _mean(self._sums["ess_ratio"], weighed),
             USELESS_DRAFTS.name: self._alarm.is_on,
+            "useless_drafts_from": self._alarm.begins_at,
         }
 
 

@@ -227,7 +227,8 @@ def reporter(*, exports: bool = True, logs: bool = True) -> Any:
 
 def played(*, weighs: bool = True, greedy: bool = False, **others: float) -> Played:
     """One request's part of a round; ``others`` are of it and of its counters."""
-    own = {name: others.pop(name, 0) for name in ("num_kept", "is_silent", "replayed")}
+    names = ("num_kept", "is_silent", "replayed", "length")
+    own = {name: others.pop(name, 0) for name in names}
     own["by_model"] = others.pop("by_model", 1)
     given = {"rounds_ct": 1, "particles_sum": 1 if greedy else 4, "ess_sum": 2.0, **others}
     return Played(gains(**given), weighs=weighs, is_greedy=greedy, **own)  # type: ignore[arg-type]
@@ -314,6 +315,36 @@ def test_drafts_of_no_use_raise_one_alarm(
     assert quiet.totals()["useless_drafts"] and len(caplog.messages) == 1
 
 
+def test_drafts_of_no_use_in_long_texts_alone_are_told_with_the_length(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Red where short texts hide it, where the length is another, or where it is told twice."""
+    found = Monitor(10**6)
+    for length, kept, begin, num_warnings in (
+        (100, 4, None, 0),
+        (2047, 4, None, 0),
+        (9000, 0, 8192, 1),
+        (40_000, 0, 8192, 1),
+        (9000, 2, 32_768, 1),
+        (40_000, 1, None, 1),
+    ):
+        for _ in range(ROUNDS):
+            found.add(played(num_kept=kept, steps_sum=4, length=length))
+            found.end_round()
+        assert found.totals()["useless_drafts_from"] == begin
+        assert len(caplog.messages) == num_warnings
+    assert "in texts of 8,192 tokens and more" in caplog.text
+    assert "--speculative-draft-window-size" in caplog.text
+    assert found.totals()["useless_drafts"] is False
+    counted = {name: found.totals()[name] / ROUNDS for name in BY_LENGTH}
+    rounds = {"0_2k": 2, "2k_8k": 0, "8k_32k": 2, "32k": 2}
+    accepted = {"0_2k": 8, "2k_8k": 0, "8k_32k": 2, "32k": 1}
+    assert counted == {
+        **{f"drafted_rounds_{span}": count for span, count in rounds.items()},
+        **{f"accepted_drafts_{span}": count for span, count in accepted.items()},
+    }
+
+
 def samples(registry: CollectorRegistry) -> dict[str, float]:
     found = {}
     for sample in (sample for family in registry.collect() for sample in family.samples):
@@ -324,6 +355,7 @@ def samples(registry: CollectorRegistry) -> dict[str, float]:
     return found
 
 
+BY_LENGTH = [metric.name for metric in metrics.BY_LENGTH]
 EIGHT = {"particles_sum": 8, "ess_sum": 8.0}
 EVERYTHING = (
     [
@@ -346,6 +378,9 @@ EXPECTED = {
     "exact_rounds": 1,
     "all_zero_rounds": 1,
     "nan_rounds": 1,
+    **dict.fromkeys(BY_LENGTH, 0),
+    "drafted_rounds_0_2k": 2,
+    "accepted_drafts_0_2k": 0,
 }
 
 
@@ -354,9 +389,8 @@ def test_each_event_is_counted_in_metrics_and_in_totals(registry: CollectorRegis
     totals = monitor(*EVERYTHING, exports=False).totals()
     assert not samples(registry)
     sums = {"particles": 16, "steps": 8, "kept_columns": 6, "emitted_tokens": 9}
-    means = {"mean_ess_ratio": 0.625, "useless_drafts": None} | {
-        f"mean_{name}": sums[name] / 3 for name in sums
-    }
+    alarms = dict.fromkeys(["useless_drafts", "useless_drafts_from"])
+    means = {"mean_ess_ratio": 0.625, **alarms} | {f"mean_{name}": sums[name] / 3 for name in sums}
     assert totals == {**EXPECTED, **means, "weighed_rounds": 2}
     nothing = Monitor(interval=1).totals()
     assert [nothing[name] for name in means] == [None] * len(means)
