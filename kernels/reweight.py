@@ -15,6 +15,7 @@ _SYSTEMATIC = tl.constexpr(SCHEMES.index("systematic"))
 _MULTINOMIAL = tl.constexpr(SCHEMES.index("multinomial"))
 _CHOPTHIN = tl.constexpr(SCHEMES.index("chopthin"))
 _HALF_RATIO_INVERSE = tl.constexpr(HALF_RATIO_INVERSE)
+_LEAST_COLUMNS = 16  # of a tile, so that the smaller K of a server that adapts compile nothing more
 
 
 class _Sizes(NamedTuple):
@@ -131,7 +132,7 @@ def _launch(kernel: Any, block: Block, *others: Any) -> None:
         *others,
         _Sizes(num_particles, num_drafted, p_stride),
         padded_particles=triton.next_power_of_2(num_particles),
-        padded_columns=triton.next_power_of_2(num_drafted + 1),
+        padded_columns=max(triton.next_power_of_2(num_drafted + 1), _LEAST_COLUMNS),
     )
 
 

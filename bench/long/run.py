@@ -28,7 +28,7 @@ TEMPERATURE = 0.7
 LENGTHS = (48, 192, 512, 1024, 1750)
 DRAFTS = {"eagle3": "EAGLE-3", "draft": "draft model"}
 #: Tokens of a window, and first ones beside it; 0: all of a text.
-WINDOWS = ((0, 0), (512, 0), (192, 0), (192, 4), (64, 0), (64, 4))
+WINDOWS = ((0, 0), (192, 0), (192, 4), (64, 0), (64, 4))
 APART = 100  # problems of two prompts
 MARKERS = "os^Dvx"
 
@@ -153,7 +153,7 @@ class LongStudy(Study[LongCell, Record]):
 
     name = "long"
     about = "Tokens per target pass behind long prompts, by the window of the draft's attention."
-    problems = 64
+    problems = 48
     kind = Record
     report = Report("long", LongRow, markdown, plot)
     note = staticmethod(note)
