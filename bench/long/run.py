@@ -28,7 +28,7 @@ TEMPERATURE = 0.7
 LENGTHS = (48, 192, 512, 1024, 1750)
 DRAFTS = {"eagle3": "EAGLE-3", "draft": "draft model"}
 #: Tokens of a window, and first ones beside it; 0: all of a text.
-WINDOWS = ((0, 0), (192, 0), (192, 4), (64, 0), (64, 4))
+WINDOWS = ((0, 0), (192, 0), (192, 4), (64, 0))
 APART = 100  # problems of two prompts
 MARKERS = "os^Dvx"
 
@@ -70,7 +70,7 @@ def cells() -> list[LongCell]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongRow:
+class PromptRow:
     """A line of the table."""
 
     draft: str
@@ -83,7 +83,7 @@ class LongRow:
 
 def rows_of(
     found: Mapping[LongCell, Sequence[Record]], plugin: Callable[[LongCell], str]
-) -> list[LongRow]:
+) -> list[PromptRow]:
     """Return a row for each cell; ``plugin`` names the code that measured it."""
     whole = {(cell.draft, cell.length): some for cell, some in found.items() if not cell.window}
 
@@ -95,7 +95,7 @@ def rows_of(
         return paired_ratio_of_ratios(ours, tokens_and_passes([one.info for one in there]))
 
     return [
-        LongRow(
+        PromptRow(
             draft=DRAFTS[cell.draft],
             window=window_name(cell.window, cell.sink),
             length=cell.length,
@@ -107,7 +107,7 @@ def rows_of(
     ]
 
 
-COLUMNS: dict[str, Callable[[LongRow], str]] = {
+COLUMNS: dict[str, Callable[[PromptRow], str]] = {
     "draft": lambda row: row.draft,
     "window": lambda row: row.window,
     "prompt": lambda row: f"{row.length:,}",
@@ -116,12 +116,12 @@ COLUMNS: dict[str, Callable[[LongRow], str]] = {
 }
 
 
-def markdown(rows: Sequence[LongRow], note: str) -> str:
+def markdown(rows: Sequence[PromptRow], note: str) -> str:
     """Return the table."""
     return f"{note}\n\n{table(COLUMNS, rows)}\n"
 
 
-def plot(rows: Sequence[LongRow], path: Path) -> None:
+def plot(rows: Sequence[PromptRow], path: Path) -> None:
     """Draw tokens a pass by the length of prompts, one panel a draft."""
     names = list(dict.fromkeys(row.window for row in rows))
     styles = dict(zip(names, zip(COLOURS, MARKERS, strict=False), strict=False))
@@ -153,9 +153,9 @@ class LongStudy(Study[LongCell, Record]):
 
     name = "long"
     about = "Tokens per target pass behind long prompts, by the window of the draft's attention."
-    problems = 48
+    problems = 32
     kind = Record
-    report = Report("long", LongRow, markdown, plot)
+    report = Report("long", PromptRow, markdown, plot)
     note = staticmethod(note)
 
     def grid(self) -> list[LongCell]:
@@ -187,7 +187,7 @@ class LongStudy(Study[LongCell, Record]):
     def stored(self, cell: LongCell, reply: Reply, sample: int) -> Record:
         return Record(reply.index, False, reply.output_ids, kept_of(reply.meta_info))
 
-    def rows(self) -> list[LongRow]:
+    def rows(self) -> list[PromptRow]:
         return rows_of(self.complete(), self.plugin)
 
 

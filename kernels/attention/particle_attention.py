@@ -222,8 +222,9 @@ def _attend_spans(
             end = _cached_end(part, last, in_rows & is_own & (is_new | part.is_tail))
         if layer.walks:
             last = tl.where(is_own, last, -1)
-        in_cache = first_seen, last, first_key + sink
-        softmax = _attend_part(query, cache, part, end, in_cache, scores, softmax, layer)
+        softmax = _attend_part(
+            query, cache, part, end, (first_seen, last, first_key + sink), scores, softmax, layer
+        )
         if cache.new is not None:
             last_seen = tl.where(is_own, last_seen, -1)
             if part.is_first_of_tail:

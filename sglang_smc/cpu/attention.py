@@ -24,7 +24,7 @@ import torch
 
 from sglang_smc.models.attention import PoolAttention
 from sglang_smc.models.softmax import Softmax, additive, attend, finish, gather_slots
-from sglang_smc.models.windows import Window, window_of
+from sglang_smc.models.windows import KeyWindow, window_of
 from sglang_smc.upstream import kv_layers
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class CpuAttentionBackend(PoolAttention):
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)
-        self.plan_of: Callable[[Window | None], ForwardPlan]  # by window, in the running forward
+        self.plan_of: Callable[[KeyWindow | None], ForwardPlan]  # by window, in the running forward
 
     def support_triton(self) -> bool:
         return False
@@ -159,7 +159,7 @@ class CpuAttentionBackend(PoolAttention):
         """Set the plan of the next forward, from the arguments of ``plan_calls``."""
 
         @cache
-        def plan_of(window: Window | None) -> ForwardPlan:
+        def plan_of(window: KeyWindow | None) -> ForwardPlan:
             calls = plan_calls(**rows, group=self.group, dtype=self.dtype, window=window)
             return ForwardPlan(calls, *self._scratch(calls))
 
@@ -223,7 +223,7 @@ def plan_calls(
     group: int,
     dtype: torch.dtype,
     tree: torch.Tensor | None = None,
-    window: Window | None = None,
+    window: KeyWindow | None = None,
 ) -> list[PaddedRows | LongRow]:
     """Split a batch into attention calls with little padding.
 
@@ -281,7 +281,7 @@ def columns(lengths: torch.Tensor) -> torch.Tensor:
     return torch.arange(int(lengths.max())).minimum(lengths[:, None] - 1)
 
 
-def _hidden(position: torch.Tensor, kv_len: int, window: Window | None) -> torch.Tensor:
+def _hidden(position: torch.Tensor, kv_len: int, window: KeyWindow | None) -> torch.Tensor:
     """Return the keys masked for queries at ``position``: ``[*position.shape, kv_len]`` bool."""
     key = torch.arange(kv_len)
     position = position.unsqueeze(-1)

@@ -29,7 +29,7 @@ from sglang_smc.models.supported import (
     head_group,
     sees_block,
 )
-from sglang_smc.models.windows import Window, window_of
+from sglang_smc.models.windows import KeyWindow, window_of
 from sglang_smc.smc.ledger import AttentionContext
 from sglang_smc.upstream import kv_layers
 
@@ -178,7 +178,7 @@ class ParticleAttention(PoolAttention):
             _, kv_heads, self._head_dim = pool.get_key_buffer(kv_layers(pool)[0]).shape
             self._arrivals = new_arrivals(rows, kv_heads, tails.device)
         # Arguments: the window, and whether tokens of a block attend to each other.
-        self._attend_over: Callable[[Window | None, bool], Attend]
+        self._attend_over: Callable[[KeyWindow | None, bool], Attend]
 
     def _set_up_latents(self, runner: ModelRunner, implementation: Implementation) -> None:
         if self.blocks:
@@ -207,7 +207,7 @@ class ParticleAttention(PoolAttention):
         self._merged = merged
         self.rotates_pass = self.rotates and self.ends_at is None and self._can_rotate()
 
-        def attend_over(window: Window | None, sees_block: bool) -> Attend:
+        def attend_over(window: KeyWindow | None, sees_block: bool) -> Attend:
             return self._plan(
                 AttentionContext(
                     req_to_token=self.req_to_token_pool.req_to_token,

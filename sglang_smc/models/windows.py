@@ -14,17 +14,17 @@ from sglang.srt.layers.radix_attention import RadixAttention
 _LIMIT = "draft_window"  # an attribute of SGLang's layers that a draft's have here
 
 
-class Window(NamedTuple):
+class KeyWindow(NamedTuple):
     """The keys that a query attends to, beside its own."""
 
     before: int  # keys before its own
     sink: int = 0  # first keys of a sequence, at any distance
 
 
-def window_of(layer: RadixAttention) -> Window | None:
+def window_of(layer: RadixAttention) -> KeyWindow | None:
     """Return the window of a layer, that of `limit` or its own; None for all keys."""
     own = layer.sliding_window_size
-    return vars(layer).get(_LIMIT) or (Window(own) if own > -1 else None)
+    return vars(layer).get(_LIMIT) or (KeyWindow(own) if own > -1 else None)
 
 
 def limit(model: torch.nn.Module, size: int, sink: int) -> int:
@@ -36,7 +36,7 @@ def limit(model: torch.nn.Module, size: int, sink: int) -> int:
     """
     layers = [layer for layer in _layers_of(model) if not -1 < layer.sliding_window_size < size]
     for layer in layers:
-        setattr(layer, _LIMIT, Window(size - 1, sink))
+        setattr(layer, _LIMIT, KeyWindow(size - 1, sink))
     return len(layers)
 
 

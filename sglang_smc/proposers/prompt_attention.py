@@ -9,7 +9,7 @@ from torch.nn.attention.bias import causal_lower_right
 from sglang_smc.models.attention import PoolAttention
 from sglang_smc.models.latent_attention import NAME as LATENTS
 from sglang_smc.models.softmax import Softmax, additive, attend, finish, gather_slots
-from sglang_smc.models.windows import Window, window_of
+from sglang_smc.models.windows import KeyWindow, window_of
 from sglang_smc.upstream import kv_layers
 
 _AT_ONCE = 1024  # queries of a layer with a window, whose mask is a tensor
@@ -115,7 +115,7 @@ class PromptAttention(PoolAttention):
 
 
 def _mask_within(
-    window: Window, num_queries: int, num_keys: int, device: torch.device
+    window: KeyWindow, num_queries: int, num_keys: int, device: torch.device
 ) -> torch.Tensor:
     """Return which keys the queries of the last of them attend to, ``[Q, L]`` bool.
 

@@ -49,7 +49,7 @@ JUDGES = {
 KERNELS = "kernels"  # between the mathematics and `ops`, which alone imports them
 MAY: dict[str, set[str]] = {"smc": set(), KERNELS: {"smc"}}
 
-MOST_MODULES = 16
+MOST_MODULES = 17
 MOST_LINES = 700
 MOST_LINES_OF_A_FUNCTION = 100
 MOST_LOCAL_NAMES = 25

@@ -478,7 +478,7 @@ def test_a_draft_keeps_windows_of_its_own_that_are_shorter() -> None:
     model = torch.nn.Sequential(*layers)
     assert not windows.is_limited(model) and not windows.limit(layers[1], 4, 2)
     assert windows.limit(model, 5, 2) == 2 and windows.is_limited(model)
-    limit = windows.Window(4, 2)
+    limit = windows.KeyWindow(4, 2)
     assert list(map(windows.window_of, layers)) == [limit, (3, 0), (4, 0), limit]
 
 
