@@ -1,10 +1,10 @@
-"""Measure drafts behind long prompts: with all of a text, and with windows of it.
+"""Measure a draft behind long prompts: with all of a text, and with windows of it.
 
     .venv/bin/python bench/long                     # everything, resumable at any point
     .venv/bin/python bench/long --only 'eagle3-*'   # a part of it
     .venv/bin/python bench/long --problems 20       # a quick run, in another --output-dir
 
-A prompt is the end of a chain of problems, the last of which is answered. The shipped drafts were
+A prompt is the end of a chain of problems, the last of which is answered. The shipped head was
 trained on single problems.
 """
 
@@ -26,9 +26,9 @@ from results import Report, interval_cell, table, tokens_a_pass, tokens_and_pass
 
 TEMPERATURE = 0.7
 LENGTHS = (48, 192, 512, 1024, 1750)
-DRAFTS = {"eagle3": "EAGLE-3", "draft": "draft model"}
+DRAFTS = {"eagle3": "EAGLE-3"}
 #: Tokens of a window, and first ones beside it; 0: all of a text.
-WINDOWS = ((0, 0), (192, 0), (192, 4), (64, 0))
+WINDOWS = ((0, 0), (192, 0), (192, 4))
 APART = 100  # problems of two prompts
 MARKERS = "os^Dvx"
 
@@ -140,10 +140,10 @@ def plot(rows: Sequence[PromptRow], path: Path) -> None:
 def note(origin: Mapping[str, Any]) -> str:
     """Return the text above the table."""
     return (
-        "# Drafts behind long prompts\n\n"
+        "# A head behind long prompts\n\n"
         f"The shipped pair, `exact`, N = K = 8, T = {TEMPERATURE:g}; {about(origin)}"
-        "A prompt is the end of a chain of problems, of which the last is answered; drafts were "
-        "trained on single ones, of at most 192 tokens with their answers. The target's texts "
+        "A prompt is the end of a chain of problems, of which the last is answered; the head was "
+        "trained on single ones, nearly all below 192 tokens with their answers. The target's texts "
         "change with the prompt, too, so lines are to be compared at one length."
     )
 
@@ -153,7 +153,7 @@ class LongStudy(Study[LongCell, Record]):
 
     name = "long"
     about = "Tokens per target pass behind long prompts, by the window of the draft's attention."
-    problems = 32
+    problems = 24
     kind = Record
     report = Report("long", PromptRow, markdown, plot)
     note = staticmethod(note)
