@@ -143,8 +143,8 @@ def note(origin: Mapping[str, Any]) -> str:
         "# A head behind long prompts\n\n"
         f"The shipped pair, `exact`, N = K = 8, T = {TEMPERATURE:g}; {about(origin)}"
         "A prompt is the end of a chain of problems, of which the last is answered; the head was "
-        "trained on single ones, nearly all below 192 tokens with their answers. The target's texts "
-        "change with the prompt, too, so lines are to be compared at one length."
+        "trained on single ones, nearly all below 192 tokens with their answers. The target's "
+        "texts change with the prompt, too, so lines are to be compared at one length."
     )
 
 
