@@ -8,7 +8,7 @@ import triton.language as tl
 
 from sglang_smc.kernels.randomness import _mix
 from sglang_smc.kernels.reweight import _members
-from sglang_smc.kernels.tensors import as_float, contiguous
+from sglang_smc.kernels.tensors import as_float, contiguous, padded_particles
 from sglang_smc.smc.prefixes import TIE
 
 _BLOCK = tl.constexpr(64)  # tokens of each tail that a program loads at once
@@ -22,7 +22,7 @@ class _Texts(NamedTuple):
     group_stride: float  # see `as_float`
     particle_stride: float
     token_stride: int
-    num_particles: int
+    num_particles: float
     width: float
 
 
@@ -30,7 +30,12 @@ def _texts(tokens: torch.Tensor) -> _Texts:
     _, num_particles, width = tokens.shape
     group, particle, token = tokens.stride()
     return _Texts(
-        tokens, as_float(group), as_float(particle), token, num_particles, as_float(width)
+        tokens,
+        group_stride=as_float(group),
+        particle_stride=as_float(particle),
+        token_stride=token,
+        num_particles=as_float(num_particles),
+        width=as_float(width),
     )
 
 
@@ -44,7 +49,7 @@ def same_text(
     num_groups, num_particles, _ = texts.shape
     shape = num_groups, num_particles, num_particles
     found = torch.empty(shape, dtype=torch.bool, device=texts.device)  # [G, N, N]
-    padded = triton.next_power_of_2(num_particles)
+    padded = padded_particles(num_particles)
     of_particles = contiguous((lengths, may_stratify))
     _same_text[(num_groups,)](_texts(texts), *of_particles, found, padded=padded)
     return found
@@ -70,7 +75,7 @@ def stratify(
         spread_out,
         remaining,
         num_particles,
-        padded=triton.next_power_of_2(num_particles),
+        padded=padded_particles(num_particles),
     )
     return spread_out, remaining
 
@@ -84,7 +89,7 @@ def _rows_of(texts, particle):
 
 @triton.jit
 def _same_text(texts, lengths, may_stratify, found, padded: tl.constexpr):
-    num_particles = texts.num_particles
+    num_particles = tl.cast(texts.num_particles, tl.int32)
     group, particle, own, here = _members(num_particles, padded)
     rows = _rows_of(texts, particle)[:, None]
     length = tl.load(lengths + own, mask=here, other=0)
@@ -104,7 +109,7 @@ def _same_text(texts, lengths, may_stratify, found, padded: tl.constexpr):
     tl.store(found + pair, same | (one == other), mask=inside_pair)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_particles"])
 def _stratify(
     uniforms, same_text, tokens, spread_out, remaining, num_particles, padded: tl.constexpr
 ):

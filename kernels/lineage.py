@@ -7,12 +7,13 @@ import triton
 import triton.language as tl
 
 from sglang_smc.kernels.reweight import _members
-from sglang_smc.kernels.tensors import as_float, contiguous
+from sglang_smc.kernels.tensors import as_float, contiguous, padded_particles
 from sglang_smc.smc.ledger import Arenas, Ledger, Wanted
 
 _TAIL_BLOCK = 64
 _ARENA_BLOCK = 1024
 _CELL_BLOCK = 128
+_NUMBERS = ["num_particles", "max_tail"]  # for which no kernel is compiled again
 
 
 class _Rows(NamedTuple):
@@ -93,7 +94,7 @@ def descend(
         _Moves._make(contiguous((rows, committed, ancestors))),
         num_particles,
         max_tail,
-        padded=triton.next_power_of_2(num_particles),
+        padded=padded_particles(num_particles),
         block=_TAIL_BLOCK,
     )
 
@@ -125,7 +126,7 @@ def commit(
         arena,
         num_particles,
         max_tail,
-        padded=triton.next_power_of_2(num_particles),
+        padded=padded_particles(num_particles),
         block=_TAIL_BLOCK,
     )
     _place[(num_groups,)](rows, arena, block=_ARENA_BLOCK)
@@ -165,7 +166,7 @@ def _reserve(ledger, wanted, slots, positions, targets, shape, block: tl.constex
     tl.store(targets + own, tail, mask=inside & (column < 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS)
 def _descend(ledger, moves, num_particles, max_tail, padded: tl.constexpr, block: tl.constexpr):
     group, particle, own, here = _members(num_particles, padded)
     column = tl.program_id(1) * block + tl.arange(0, block)
@@ -180,7 +181,7 @@ def _descend(ledger, moves, num_particles, max_tail, padded: tl.constexpr, block
     tl.store(columns + (particle.to(tl.int64) * ledger.width)[:, None], slots, mask=copied)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS)
 def _mark(ledger, arenas, num_particles, max_tail, padded: tl.constexpr, block: tl.constexpr):
     group, particle, own, here = _members(num_particles, padded)
     column = tl.program_id(1) * block + tl.arange(0, block)

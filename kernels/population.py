@@ -21,7 +21,7 @@ from sglang_smc.kernels.agreement import (
 )
 from sglang_smc.kernels.randomness import _uniform
 from sglang_smc.kernels.reweight import _ancestors, _members, _normalized, _num_distinct
-from sglang_smc.kernels.tensors import contiguous
+from sglang_smc.kernels.tensors import as_float, contiguous, padded_particles
 from sglang_smc.smc.population import Narrowed, Population, Scores, copied
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.weighing import Decision
@@ -34,12 +34,13 @@ class _Side(NamedTuple):
     """Populations of a batch or of a table: what a kernel reads, or what it writes."""
 
     columns: Population  # contiguous
-    num_particles: int
+    num_particles: float  # see `as_float`
     width: int  # of texts
 
     @classmethod
     def of(cls, population: Population) -> "_Side":
-        return cls(_bare(population), *population.texts.shape[1:])
+        _, num_particles, width = population.texts.shape
+        return cls(_bare(population), as_float(num_particles), width)
 
 
 class _New(NamedTuple):
@@ -76,7 +77,7 @@ def _like(population: Population, *names: str) -> dict[str, torch.Tensor]:
 
 
 def _launch(kernel: Any, num_groups: int, num_particles: int, *arguments: Any) -> None:
-    kernel[(num_groups,)](*arguments, padded=triton.next_power_of_2(num_particles))
+    kernel[(num_groups,)](*arguments, padded=padded_particles(num_particles))
 
 
 def gather(
@@ -184,6 +185,11 @@ def narrow(
 
 
 @triton.jit
+def _num_particles(side):
+    return tl.cast(side.num_particles, tl.int32)
+
+
+@triton.jit
 def _copy_history(source, target, at, to, here):
     tl.store(target.roots + to, tl.load(source.roots + at, mask=here), mask=here)
     for place in tl.static_range(4):
@@ -220,10 +226,10 @@ def _copy(source, target, rows, places, here, width, shift):
 
 @triton.jit
 def _gather(table, found, rows, begun, padded: tl.constexpr):
-    group, particle, own, here = _members(found.num_particles, padded)
+    group, particle, own, here = _members(_num_particles(found), padded)
     output_lengths, last_two, position = begun
     row = tl.load(rows + group)
-    at = row * table.num_particles + particle
+    at = row * _num_particles(table) + particle
     length, emitted = _copy(table, found, (row, group), (at, own), here, found.width, 0)
     tl.store(output_lengths + own, emitted + length, mask=here)
     last = table.columns.texts + at * table.width + length
@@ -236,23 +242,25 @@ def _gather(table, found, rows, begun, padded: tl.constexpr):
 
 @triton.jit
 def _store(population, table, rows, counts, last, padded: tl.constexpr):
-    group, particle, own, here = _members(population.num_particles, padded)
+    num_particles = _num_particles(population)
+    group, particle, own, here = _members(num_particles, padded)
     row = tl.load(rows + group)
     count = tl.load(counts + group)
-    to = row * table.num_particles + particle
+    to = row * _num_particles(table) + particle
     _copy(population, table, (group, row), (own, to), here, population.width, count)
-    first = group * population.num_particles * population.width
+    first = group * num_particles * population.width
     place = tl.minimum(count + 1, population.width - 1)
     tl.store(last + group, tl.load(population.columns.texts + first + place))
 
 
 @triton.jit(do_not_specialize=["num_columns"])
 def _extend(before, target, new, num_columns, padded: tl.constexpr):
-    group, _, own, here = _members(before.num_particles, padded)
+    num_particles = _num_particles(before)
+    group, _, own, here = _members(num_particles, padded)
     source = before.columns
     at = own
     if new.ancestors is not None:
-        at = group * before.num_particles + tl.load(new.ancestors + own, mask=here, other=0)
+        at = group * num_particles + tl.load(new.ancestors + own, mask=here, other=0)
         _copy_history(source, target, at, own, here)
         gained = tl.load(source.log_evidence + group) + tl.load(new.log_evidence + group)
         tl.store(target.log_evidence + group, gained)
@@ -289,7 +297,8 @@ def _extend(before, target, new, num_columns, padded: tl.constexpr):
 @triton.jit
 def _narrow(before, found, asked, padded: tl.constexpr):
     """Narrow a group in the steps of `Population.narrow`, and of `prefixes.narrow` in it."""
-    group, particle, own, here = _members(before.num_particles, padded)
+    num_particles = _num_particles(before)
+    group, particle, own, here = _members(num_particles, padded)
     population = before.columns
     after = found.population
     log_weights = tl.load(population.log_weights + own, mask=here, other=-float("inf"))
@@ -319,7 +328,7 @@ def _narrow(before, found, asked, padded: tl.constexpr):
     tl.store(after.log_weights + own, tl.where(present, split, log_weights), mask=here)
 
     # copy: each particle becomes its ancestor
-    at = group * before.num_particles + ancestors
+    at = group * num_particles + ancestors
     lengths = _descend(population, after, at, own, here)
     num_roots = _num_distinct(
         tl.load(population.roots + own, mask=here, other=0), present, particle

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.kernels.tensors import as_float
+from sglang_smc.kernels.tensors import as_float, padded_particles
 from sglang_smc.smc.verification import Kept, Verified
 from sglang_smc.smc.weighing import HALF_RATIO_INVERSE, SCHEMES, Block, Decision, Resampled
 
@@ -15,13 +15,13 @@ _SYSTEMATIC = tl.constexpr(SCHEMES.index("systematic"))
 _MULTINOMIAL = tl.constexpr(SCHEMES.index("multinomial"))
 _CHOPTHIN = tl.constexpr(SCHEMES.index("chopthin"))
 _HALF_RATIO_INVERSE = tl.constexpr(HALF_RATIO_INVERSE)
-_LEAST_COLUMNS = 16  # of a tile, so that the smaller K of a server that adapts compile nothing more
+_LEAST_COLUMNS = 16  # of a block, padded: rounds of fewer steps compile no kernel again
 
 
 class _Sizes(NamedTuple):
-    num_particles: int
-    num_drafted: int
-    p_stride: int  # from particle to particle, of log p
+    num_particles: float  # see `as_float`
+    num_drafted: float
+    p_stride: float  # from particle to particle, of log p
 
 
 def reweight_and_resample(block: Block) -> Decision:
@@ -130,9 +130,13 @@ def _launch(kernel: Any, block: Block, *others: Any) -> None:
     kernel[(size,)](
         Block(log_p=log_p, **others_of_block),
         *others,
-        _Sizes(num_particles, num_drafted, p_stride),
-        padded_particles=triton.next_power_of_2(num_particles),
-        padded_columns=max(triton.next_power_of_2(num_drafted + 1), _LEAST_COLUMNS),
+        _Sizes(
+            num_particles=as_float(num_particles),
+            num_drafted=as_float(num_drafted),
+            p_stride=as_float(p_stride),
+        ),
+        padded_particles=padded_particles(num_particles),
+        padded_columns=max(_LEAST_COLUMNS, triton.next_power_of_2(num_drafted + 1)),
     )
 
 
@@ -160,6 +164,16 @@ def tally(
         num_added=len(added),
     )
     return after
+
+
+@triton.jit
+def _whole(sizes):
+    """Return the sizes as integers."""
+    return _Sizes(
+        num_particles=tl.cast(sizes.num_particles, tl.int32),
+        num_drafted=tl.cast(sizes.num_drafted, tl.int32),
+        p_stride=tl.cast(sizes.p_stride, tl.int32),
+    )
 
 
 @triton.jit
@@ -313,6 +327,7 @@ def _normalized(unnormalized):
 
 @triton.jit
 def _reweight(block, found, sizes, padded_particles: tl.constexpr, padded_columns: tl.constexpr):
+    sizes = _whole(sizes)
     group, particle, own, here = _members(sizes.num_particles, padded_particles)
     column = tl.arange(0, padded_columns)  # 0 is before the block
     log_weights = tl.load(block.log_weights + own, mask=here, other=-float("inf"))
@@ -381,6 +396,7 @@ def _keep(
     padded_particles: tl.constexpr,
     padded_columns: tl.constexpr,
 ):
+    sizes = _whole(sizes)
     num_drafted = sizes.num_drafted
     group, particle, own, here = _members(sizes.num_particles, padded_particles)
     column = tl.arange(0, padded_columns)  # 0 is before the block

@@ -76,11 +76,13 @@ def descend(tree: Tree, columns: Columns) -> Layers:
     shape = num_steps, size, num_chains
     masses = of_nodes(num_steps, size, num_raced, num_tiles, 2, NUM_BINS.value)
     read = _Read(masses, of_nodes(*shape), of_nodes(*shape))
-    warps = min(8, sizes.padded_chains.value)  # with 64 rates each
+    padded = triton.next_power_of_2(num_chains)
+    own = sizes._replace(padded_chains=tl.constexpr(padded))  # their rates take the time
+    warps = min(8, padded)  # with 64 rates each
     num_read = num_tiles if num_raced else 1
     grid = size * num_chains, num_read, num_steps
     _read_nodes[grid](tree, laws, read, num_chains, sizes, num_warps=_SETS.value, **EXACT)
-    _share_out[(size,)](tree, layers, read, num_chains, num_steps, sizes, num_warps=warps, **EXACT)
+    _share_out[(size,)](tree, layers, read, num_chains, num_steps, own, num_warps=warps, **EXACT)
     grid = size * num_chains, num_tiles, num_steps
     _add_up_residual[grid](tree, layers, laws, num_chains, sizes, num_warps=8, **EXACT)
     return layers

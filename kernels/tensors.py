@@ -7,6 +7,7 @@ import torch
 import triton
 
 T = TypeVar("T")
+LEAST_PADDED = 8  # a default server's particles
 MOST_EXACT = 1 << 24  # float32 has all integers up to it
 
 
@@ -26,6 +27,14 @@ def as_float(number: int) -> float:
     if number > MOST_EXACT:
         raise ValueError(f"{number} is passed to a kernel as float32; allowed: up to {MOST_EXACT}")
     return float(number)
+
+
+def padded_particles(num_particles: int) -> int:
+    """Return the entries that kernels have for N particles of a group: a power of two, at least 8.
+
+    So rounds of fewer particles compile no kernel again. A warp has 32 entries anyway.
+    """
+    return max(LEAST_PADDED, triton.next_power_of_2(num_particles))
 
 
 def padded_columns(of_columns: Sequence[T]) -> tuple[T, ...]:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from sglang_smc.kernels.sample import RowSums, Source, log_probs_at, row_of, summed
-from sglang_smc.kernels.tensors import padded_columns, tiles
+from sglang_smc.kernels.tensors import padded_columns, padded_particles, tiles
 from sglang_smc.smc import verification
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.filters import KeptTokens
@@ -100,8 +100,9 @@ class Columns(NamedTuple):
         places = torch.empty(shape, dtype=torch.int64, device=p.scores.device)
         strides = tuple(of.stride for of, _ in of_q)
         tile, num_tiles = tiles(p.scores.shape[1], _TILE)
-        padded = map(triton.next_power_of_2, (num_chains, num_tiles))
-        numbers = *padded, tile, num_tiles, _unit_of(given, strides)
+        padded_chains = 1 if num_chains == 1 else padded_particles(num_chains)
+        padded_tiles = triton.next_power_of_2(num_tiles)
+        numbers = padded_chains, padded_tiles, tile, num_tiles, _unit_of(given, strides)
         sizes = Sizes(*map(tl.constexpr, numbers))
         laws = Laws(of_p, p_sums, *of_q[0], places)
         return cls(laws, padded_columns(tensors), padded_columns(strides), sizes)
@@ -146,7 +147,7 @@ def grow(tokens: torch.Tensor, lengths: torch.Tensor, columns: Columns) -> Tree:
     size, num_chains, num_steps = tokens.shape
     nodes = tokens.new_empty(size, num_chains, num_steps + 1)
     tree = Tree(tokens.contiguous(), lengths.contiguous(), nodes)
-    padded = columns.sizes.padded_chains.value
+    padded = padded_particles(num_chains)
     places = columns.laws.places
     listed = columns.tensors, columns.strides
     _grow[(size,)](tree, num_chains, num_steps, places, listed, padded_chains=padded, num_warps=1)

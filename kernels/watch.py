@@ -74,7 +74,7 @@ def watch(
     at = _At(
         own,
         tuple(map(as_float, path.tails.stride())),
-        num_particles,
+        as_float(num_particles),
         as_float(len(p.scores) // len(q.scores)),
     )
     bare = (law._replace(rows=None, greedy=None) for law in (p, q))
@@ -94,7 +94,7 @@ class _At(NamedTuple):
 
     path: Path
     strides: tuple[float, ...]  # of its tails; see `as_float`
-    num_particles: int
+    num_particles: float
     num_columns: float  # K + 1
 
 
@@ -130,9 +130,10 @@ def _keep(coins, num_steps, scores, strides, held, vocab_size, num_particles, ti
 @triton.jit
 def _rows_of(at, draw):
     """Return the rows of p and of q that precede a particle's measured token, and its group."""
-    group = draw // at.num_particles
+    num_particles = tl.cast(at.num_particles, tl.int32)
+    group = draw // num_particles
     _, drafted, _ = _columns(at.path.coins, at.path.num_steps, group)
-    q_row = (group * at.num_particles + tl.load(at.path.ancestors + draw)).to(tl.int64)
+    q_row = (group * num_particles + tl.load(at.path.ancestors + draw)).to(tl.int64)
     return q_row * tl.cast(at.num_columns, tl.int32) + drafted, q_row, group
 
 
@@ -189,9 +190,10 @@ def _add(at, laws, found, sums, after, padded_tiles: tl.constexpr, tile: tl.cons
     count = tl.load(sums + 4 * draw + 3)
     place, reached = _place(at, draw)
     if reached:
-        group = draw // at.num_particles
+        num_particles = tl.cast(at.num_particles, tl.int32)
+        group = draw // num_particles
         tail = group.to(tl.int64) * tl.cast(at.strides[0], tl.int32)
-        tail += draw % at.num_particles * tl.cast(at.strides[1], tl.int32)
+        tail += draw % num_particles * tl.cast(at.strides[1], tl.int32)
         token = tl.load(at.path.tails + tail + place * tl.cast(at.strides[2], tl.int32))
         log_p, ratio = _logs(at, laws, draw, token, padded_tiles)
         mean = _mean(found, draw, found.ratio, padded_tiles)
