@@ -134,10 +134,10 @@ def _attend_latents(
         tail_span=tail_span,
     )
     span = own_span(slots, layer, 0, first_key, 0, grid)
-    token, head, column, in_rows = own_rows(span, layer)
+    places, in_rows = own_rows(span, layer)
     # An empty span loads nothing, runs no iteration, and stores log-sums of -inf alone.
     asked = in_rows & (span.begin < span.end)
-    place = token.to(tl.int64) * queries.stride + head * queries.head_stride
+    place = places.token.to(tl.int64) * queries.stride + places.head * queries.head_stride
     query = _latents(queries.tensor + place, asked, layer)
     softmax = no_softmax(layer)
     for first in range(span.begin, span.end, layer.block_keys):
@@ -145,9 +145,9 @@ def _attend_latents(
         slot = slots_of(span, position)
         key = _latents(latents[0] + slot * latents[1], slot > 0, layer)
         seen = (position < span.end)[None, :]
-        seen &= position[None, :] <= (span.start + column)[:, None]
+        seen &= position[None, :] <= (span.start + places.column)[:, None]
         softmax = _attend(query, key, seen, scaling, softmax)
-    store(partial, span, token, head, softmax, in_rows, layer)
+    store(partial, span, places.token, places.head, softmax, in_rows, layer)
 
 
 @triton.jit

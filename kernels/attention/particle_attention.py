@@ -190,8 +190,9 @@ def _attend_spans(
         tail_span=tail_span,
     )
     span = own_span(slots, layer, window, first_key, sink, grid)
-    token, head, column, in_rows = own_rows(span, layer)
-    owner = token // num_columns(layer)
+    places, in_rows = own_rows(span, layer)
+    owner = places.particle
+    column = places.column
     own_start = tl.load(slots.starts + owner, mask=in_rows, other=0).to(tl.int32)
     first_seen = own_start + column - window
     if layer.sees_block:  # all up to the end
@@ -202,8 +203,9 @@ def _attend_spans(
         some |= span.is_first_of_tail
     # A program without keys loads nothing, runs no iteration, and stores log-sums of -inf alone.
     asked = in_rows if layer.walks else in_rows & some
-    rows = queries.tensor + token.to(tl.int64) * queries.stride + head * queries.head_stride
-    query = _rows(rows, token, asked, cache.new, layer)
+    rows = queries.tensor + places.token.to(tl.int64) * queries.stride
+    rows += places.head * queries.head_stride
+    query = _rows(rows, places.token, asked, cache.new, layer)
 
     scores = scaling, cap
     softmax = no_softmax(layer)
@@ -231,8 +233,8 @@ def _attend_spans(
                 seen = first_seen, last, last_seen, first_key, first_key + sink
                 softmax = _attend_new(query, cache, span, part, seen, scores, softmax, layer)
     if layer.walks:  # anew, or they would hold registers all along: the offset is 0
-        token, head, column, in_rows = own_rows(span, layer, tl.minimum(num_parts, 0))
-    store(partial, span, token, head, softmax, in_rows, layer)
+        places, in_rows = own_rows(span, layer, tl.minimum(num_parts, 0))
+    store(partial, span, places.token, places.head, softmax, in_rows, layer)
     if partial.arrivals is not None:
         join_last(partial, span, grid, layer)
 

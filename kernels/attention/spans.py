@@ -27,7 +27,7 @@ from sglang_smc.kernels.attention.work import LEAST_SPAN, MAX_SPANS, WorkSplit
 from sglang_smc.kernels.tensors import as_float
 from sglang_smc.smc.ledger import AttentionContext
 
-MOST_FIXED = 2  # columns for which a kernel is compiled: those of drafts
+MOST_FIXED = 1  # columns for which a kernel is compiled: nearly all drafts have one
 LOG2_E = 1.4426950408889634
 NUMBERS_PER_WARP = 1024  # of the tile that a program joins: 32 a thread
 _LEAST_SPAN = tl.constexpr(LEAST_SPAN)
@@ -168,9 +168,19 @@ class _Span(NamedTuple):
     end: int
     jump: int  # keys before this one are as many as `jumped` earlier: the first of the text
     jumped: int
+    first_particle: int
     first_token: int
     num_tokens: int
     place: int  # of the first partial result
+
+
+class _Places(NamedTuple):
+    """Where query rows of a program are, each ``[block_rows]``."""
+
+    particle: torch.Tensor  # of all G * N
+    token: torch.Tensor  # of all G * N * C
+    column: torch.Tensor  # of its particle
+    head: torch.Tensor  # of queries
 
 
 def attend(
@@ -291,7 +301,8 @@ def own_span(slots, layer, window, first_key, sink, grid):
         is_first = (is_tail == 0) & (program.span == 0)
         begin -= tl.where(is_first, tl.minimum(first - first_key, sink), 0)
     num_tokens = tl.where(is_tail, 1, grid.num_particles) * num_columns(layer)
-    first_token = owner * num_tokens
+    first_particle = owner * tl.where(is_tail, 1, grid.num_particles)
+    first_token = first_particle * num_columns(layer)
     if layer.walks:  # beside a span that is the whole prefix there is nothing to do
         num_tokens = tl.where((last_span == 0) & (program.span > 0), 0, num_tokens)
     partial_span = program.span + tl.where(is_tail, grid.prefix_spans, 0)
@@ -310,6 +321,7 @@ def own_span(slots, layer, window, first_key, sink, grid):
         end=last,
         jump=jump,
         jumped=begin - first_key,
+        first_particle=first_particle,
         first_token=first_token,
         num_tokens=num_tokens,
         place=partial_span.to(tl.int64) * grid.all_tokens * (layer.kv_heads * layer.group),
@@ -359,6 +371,7 @@ def part_of(span, slots, particle, is_tail, first_key, layer):
         end=tl.where(is_tail, end, span.end),
         jump=tl.where(is_tail, 0, span.jump),
         jumped=span.jumped,
+        first_particle=tl.where(is_tail, particle, span.first_particle),
         first_token=tl.where(is_tail, particle * num_columns(layer), span.first_token),
         num_tokens=span.num_tokens,
         place=span.place,
@@ -390,15 +403,19 @@ def _padding(tail, mask, start, committed, columns, layer):
 
 @triton.jit
 def own_rows(span, layer, offset=0):
-    """Return the tokens and heads of a program's rows, their columns, and which rows there are."""
-    # Unsigned, since division by other numbers than powers of two takes fewer registers.
+    """Return where a program's rows are, a `_Places`, and which rows there are."""
+    # Unsigned, since division takes fewer instructions and registers then.
     row = (span.block * layer.block_rows + offset + tl.arange(0, layer.block_rows)).to(tl.uint32)
-    nth_token = (row // layer.group).to(tl.int32)
-    nth_head = (row % layer.group).to(tl.int32)
-    in_rows = row < span.num_tokens * layer.group
-    token = span.first_token + nth_token
-    head = span.head * layer.group + nth_head
-    return token, head, nth_token % num_columns(layer), in_rows
+    nth_token = row // layer.group
+    nth_particle = nth_token // tl.cast(num_columns(layer), tl.uint32)
+    column = nth_token.to(tl.int32) - nth_particle.to(tl.int32) * num_columns(layer)
+    places = _Places(
+        particle=span.first_particle + nth_particle.to(tl.int32),
+        token=span.first_token + nth_token.to(tl.int32),
+        column=column,
+        head=span.head * layer.group + (row % layer.group).to(tl.int32),
+    )
+    return places, row < span.num_tokens * layer.group
 
 
 @triton.jit
