@@ -10,7 +10,7 @@ from programs import printed
 SCRIPT = Path(__file__).with_name("compile_starts.py")
 
 
-MOST = {"default": 69, "adaptive-n4-k16": 131}  # variants
+MOST = {"default": 68, "adaptive-n4-k16": 87}  # variants
 
 
 @pytest.mark.nightly
