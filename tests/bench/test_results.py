@@ -62,7 +62,7 @@ def test_pages_say_what_was_published() -> None:
     pages = {path.stem: path.read_text() for path in (REPOSITORY / "docs").glob("*.md")}
     steered = Steering.report.read(PUBLISHED / "steering")
     assert summaries(shown(steered)) in pages["potentials"]
-    assert run.tables(run.read(PUBLISHED / "support" / "support.json")) in pages["support"]
+    assert run.tables(run.read(PUBLISHED / "support" / "support.json")) in pages["families"]
     found = json.loads((PUBLISHED / "support" / "features.json").read_text())["features"]
     assert features.items(found) in pages["support"]
     peer = json.loads((PUBLISHED / "steering" / "genlm_control.json").read_text())["rows"]
@@ -75,7 +75,7 @@ def test_pages_say_what_was_published() -> None:
         (PUBLISHED / "drafts" / "drafts.md").read_text().partition("**Temperature 1")[0]
     )
     known = [figures_of(line) for table in published for line in table.splitlines()]
-    for heading in ("Measured", "Beside SGLang's trees"):
+    for heading in ("How many tokens does each keep?", "Beside SGLang's trees"):
         section = pages["drafts"].partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
         cited = [figures_of(line) for line in section.splitlines() if line.startswith("| ")]
         assert len(cited) > 5 and all(any(row <= line for line in known) for row in cited)

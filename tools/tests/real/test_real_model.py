@@ -55,7 +55,7 @@ def test_its_likeliest_words_are_those_of_transformers(ask: Any) -> None:
 
 def question_of_the_quickstart() -> str:
     page = (Path(__file__).parents[3] / "docs" / "quickstart.md").read_text()
-    (body,) = re.findall(r"-d '(\{.*?\})'\n```", page, re.S)
+    body, *_ = re.findall(r"-d '(\{.*?\})'\n```", page, re.S)
     return json.loads(body)["messages"][0]["content"]
 
 
