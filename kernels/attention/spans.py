@@ -261,7 +261,7 @@ def attend(
 
 @triton.jit
 def num_columns(layer):
-    """Return the tokens of a particle: a constant in a draft's passes."""
+    """Return the tokens of a particle: a constant where each has one."""
     if layer.fixed_columns == 0:
         return tl.cast(layer.columns, tl.int32)
     return layer.fixed_columns
