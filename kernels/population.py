@@ -297,8 +297,7 @@ def _extend(before, target, new, num_columns, padded: tl.constexpr):
 @triton.jit
 def _narrow(before, found, asked, padded: tl.constexpr):
     """Narrow a group in the steps of `Population.narrow`, and of `prefixes.narrow` in it."""
-    num_particles = _num_particles(before)
-    group, particle, own, here = _members(num_particles, padded)
+    group, particle, own, here = _members(_num_particles(before), padded)
     population = before.columns
     after = found.population
     log_weights = tl.load(population.log_weights + own, mask=here, other=-float("inf"))
@@ -328,7 +327,7 @@ def _narrow(before, found, asked, padded: tl.constexpr):
     tl.store(after.log_weights + own, tl.where(present, split, log_weights), mask=here)
 
     # copy: each particle becomes its ancestor
-    at = group * num_particles + ancestors
+    at = own - particle + ancestors
     lengths = _descend(population, after, at, own, here)
     num_roots = _num_distinct(
         tl.load(population.roots + own, mask=here, other=0), present, particle

@@ -363,8 +363,10 @@ def _reweight(block, found, sizes, padded_particles: tl.constexpr, padded_column
     drawn = _drawn(block, relative, size, sizes, group, particle, present, here)
     ancestors = tl.where(resampled & present, drawn[0], particle)
     log_weights = tl.where(resampled & present, drawn[1], weighed)
-    num_killed = size.to(tl.int64) - _num_distinct(ancestors, present, particle)
-    tl.store(found.num_killed + group, num_killed)
+    tl.store(
+        found.num_killed + group,
+        size.to(tl.int64) - _num_distinct(ancestors, present, particle),
+    )
     tl.store(found.ancestors + own, ancestors.to(tl.int64), mask=here)
     tl.store(found.log_weights + own, log_weights, mask=here)
     tl.store(found.log_evidence + group, tl.where(resampled, _pick(total, at) - tl.log(size), 0.0))
@@ -397,7 +399,6 @@ def _keep(
     padded_columns: tl.constexpr,
 ):
     sizes = _whole(sizes)
-    num_drafted = sizes.num_drafted
     group, particle, own, here = _members(sizes.num_particles, padded_particles)
     column = tl.arange(0, padded_columns)  # 0 is before the block
     present = tl.load(block.present + own, mask=here, other=0) != 0
@@ -418,18 +419,18 @@ def _keep(
     # keep
     num_columns = tl.load(verified.num_columns + group).to(tl.int32)
     winner = tl.load(verified.winner + group).to(tl.int32)
-    of_winner = ends + (group * sizes.num_particles + winner) * num_drafted
+    of_winner = ends + (group * sizes.num_particles + winner) * sizes.num_drafted
     by_block = covered > _reached(of_winner, num_columns, column, num_steps)
     of_block = is_open & (particle == drawn)[None, :] & (column <= covered)[:, None]
     num_open = tl.sum(tl.sum(of_block.to(tl.int32), 0), 0)
     num_columns = tl.where(by_block, num_open, num_columns)
     winner = tl.where(by_block, drawn, winner)
-    row = (group * sizes.num_particles + winner).to(tl.int64) * (num_drafted + 1) + num_columns
+    row = (group * sizes.num_particles + winner).to(tl.int64) * (sizes.num_drafted + 1)
     tl.store(kept.num_columns + group, num_columns.to(tl.int64))
     tl.store(kept.winner + group, winner.to(tl.int64))
     tl.store(kept.by_block + group, by_block)
     tl.store(kept.rejects + group, (tl.load(verified.rejects + group) != 0) & (~by_block))
-    tl.store(kept.row + group, row)
+    tl.store(kept.row + group, row + num_columns)
     tl.store(kept.ess + group, _effective_sample_size(weighed, 0))
 
 
