@@ -68,7 +68,7 @@ def _spans(batch: ScheduleBatch, budget: Budget | None) -> list[tuple[int, int]]
         state.num_passes = most if state.decodes_plainly else 1
     before = list(map(allocated, batch.reqs))
     ends = [_allocated_after(req, budget) for req in batch.reqs]
-    if sum(ends) - sum(before) > _num_free(batch):
+    if most > 1 and sum(ends) - sum(before) > _num_free(batch):
         for state in states:
             state.num_passes = 1
         ends = [_allocated_after(req, budget) for req in batch.reqs]

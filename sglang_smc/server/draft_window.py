@@ -60,22 +60,25 @@ def choose(server_args: Arguments) -> None:
     Then a distance between tokens that its training had not never occurs (RoPE, arXiv 2104.09864,
     sees distances alone).
     """
+    config = draft_config(server_args)
     size = resolved_view(server_args).speculative_draft_window_size
-    if (told := beyond_training(server_args)) is not None:
+    if (told := beyond_training(server_args, config)) is not None:
         logger.warning("%s", told)
+        if size is None and not _is_latent(config):
+            server_args.speculative_draft_window_size = trained_length(config.hf_text_config)
     if size == WHOLE_TEXT:
         server_args.speculative_draft_window_size = None
-    elif size is None:
-        server_args.speculative_draft_window_size = _default(server_args)
 
 
-def beyond_training(server_args: Arguments) -> str | None:
+def beyond_training(server_args: Arguments, draft: ModelConfig) -> str | None:
     """Return a warning if the draft was trained on shorter texts than the server may get."""
-    longest = trained_length(draft_config(server_args).hf_text_config)
+    longest = trained_length(draft.hf_text_config)
     context = model_config_of(server_args).context_len
     if longest >= context:
         return None
-    size = resolved_view(server_args).speculative_draft_window_size or _default(server_args)
+    size = resolved_view(server_args).speculative_draft_window_size
+    if size is None and not _is_latent(draft):  # as `choose` sets it
+        size = longest
     if size is not None and size <= longest:
         effect = (
             f"behind that each of its tokens attends to the last {size} alone ({_WINDOW}; 0: to "
@@ -90,15 +93,6 @@ def beyond_training(server_args: Arguments) -> str | None:
         f"and this server's have up to {context}: {effect} In mode exact texts are the target's "
         "all the same."
     )
-
-
-def _default(server_args: Arguments) -> int | None:
-    """Return the window of a draft where none is given; None for all of a text."""
-    config = draft_config(server_args)
-    longest = trained_length(config.hf_text_config)
-    if longest >= model_config_of(server_args).context_len or _is_latent(config):
-        return None
-    return longest
 
 
 def _is_latent(config: ModelConfig) -> bool:

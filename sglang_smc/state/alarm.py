@@ -88,10 +88,10 @@ class UselessDrafts:
                 first = begin
         return first
 
-    def add(self, num_kept: int, length: int = 0) -> None:
-        """Count one request's round for which a model has drafted, in a text of this length."""
+    def add(self, num_kept: int, span: str) -> None:
+        """Count one request's round for which a model has drafted, in a text of this span."""
         self._all.add(num_kept)
-        self._spans[span_of(length)].add(num_kept)
+        self._spans[span].add(num_kept)
 
     def check(self) -> str | None:
         """Return the warning as drafts become of no use, in all texts or in long ones, or None."""

@@ -392,10 +392,6 @@ class Monitor:
     def add(self, played: Played) -> None:
         """Count one request's part of a round."""
         self._round.append(played)
-        if played.is_drafted:
-            self._alarm.add(played.num_kept, played.length)
-            span = span_of(played.length)
-            self._add({f"drafted_rounds_{span}": 1, f"accepted_drafts_{span}": played.num_kept})
 
     def count_failed_prefill(self) -> None:
         """Count a request without any round, since its prefill gave unusable logits."""
@@ -427,6 +423,7 @@ class Monitor:
         self._add({metric.name: sum(map(metric.of, self._round)) for metric in OF_ROUNDS})
         for name, of in WEIGHED.items():
             self._sums[name] += sum(map(of, weighed))
+        self._add(self._by_length())
         self._round = []
         for gains in weighed:
             self._prometheus.observe(ESS_RATIO, gains.ess_sum / gains.particles_sum)
@@ -440,6 +437,17 @@ class Monitor:
         if self._num_batches % self._interval == 0:
             self._write_log()
         self._warn_of_low_ess()
+
+    def _by_length(self) -> dict[str, int]:
+        """Return the increments of `BY_LENGTH` in the round, of which the alarm hears, too."""
+        sums: defaultdict[str, int] = defaultdict(int)
+        for played in self._round:
+            if played.is_drafted:
+                span = span_of(played.length)
+                self._alarm.add(played.num_kept, span)
+                sums[f"drafted_rounds_{span}"] += 1
+                sums[f"accepted_drafts_{span}"] += played.num_kept
+        return sums
 
     def _write_log(self) -> None:
         new = _since(self._logged, self._sums)

@@ -20,7 +20,7 @@ ABOUT = "server arguments"
 
 
 class StartVerdict(NamedTuple):
-    """What became of server arguments."""
+    """Hold what became of server arguments."""
 
     problem: Finding | None
     longest: int = 0  # tokens that the target takes, where there is no problem
@@ -89,6 +89,7 @@ def _tried(given: list[str], check: Callable[[Any], None]) -> StartVerdict:
     from sglang.srt.server_args import prepare_server_args
 
     from sglang_smc import upstream
+    from sglang_smc.models.supported import draft_config
     from sglang_smc.server import draft_window
 
     beyond = None
@@ -97,7 +98,7 @@ def _tried(given: list[str], check: Callable[[Any], None]) -> StartVerdict:
         check(server_args)
         longest = upstream.model_config_of(server_args).context_len
         if server_args.speculative_draft_model_path is not None:
-            beyond = draft_window.beyond_training(server_args)
+            beyond = draft_window.beyond_training(server_args, draft_config(server_args))
     except (OSError, ValueError) as error:
         return StartVerdict(fail(ABOUT, "refused", str(error)))
     except Exception as error:  # of SGLang, whatever a broken configuration raises

@@ -37,7 +37,7 @@ def options(*given: str) -> argparse.Namespace:
 
 
 def accepted(*given: str) -> Finding:
-    """What is said of the server arguments."""
+    """Return what is said of the server arguments."""
     return next(start_check.findings(options(*given)))
 
 
